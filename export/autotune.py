@@ -5,6 +5,9 @@ for eight, or faster for few inputs and slower for many, and processors differ. 
 quantized layer is chosen by measurements for its shape. The same matrix multiplications are also timed in
 int8-dynamic, so that a scheme that is slower than int8-dynamic for this use is reported.
 
+An operator must not be slower than the first one at any of the batch sizes. The operators
+that are fastest for one row make a call of 32 texts slower (docs/measurements/peers.md, `int8-tuned`).
+
 The default thread count of an artifact is the fewest threads that are as fast as any. Decoding token by token
 has too little work for two threads; encoders of long texts gain. So each thread count is measured on the
 artifact's own graphs, with real samples.
@@ -22,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -50,15 +53,15 @@ _MAX_COPIES = 32
 class MeasuredMatrix:
     """One matrix of a matrix multiplication, and its measurements.
 
-    names: of its layers in the graphs. row_counts: rows of activations in each of its uses. microseconds: of
-    all uses, by operator. int8_microseconds: the same of int8-dynamic. by_graph: of the chosen operator and
-    of int8-dynamic, by graph.
+    names: of its layers in the graphs. row_counts: rows of activations in each of its uses, by batch size.
+    microseconds: of all uses at each batch size, by operator. int8_microseconds: of int8-dynamic, for all
+    batch sizes together. by_graph: of the chosen operator and of int8-dynamic, by graph.
     """
 
     matrix: QuantizedMatrix
     names: list[str] = field(default_factory=list)
-    row_counts: list[int] = field(default_factory=list)
-    microseconds: dict[str, float] = field(default_factory=dict)
+    row_counts: list[Sequence[int]] = field(default_factory=list)
+    microseconds: dict[str, list[float]] = field(default_factory=dict)
     int8_microseconds: float = 0.0
     by_graph: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -70,18 +73,23 @@ class MeasuredMatrix:
     @property
     def shape(self) -> str:
         """K x N, and the numbers of rows."""
-        rows = " and ".join(f"{n} row{'s' * (n != 1)}" for n in self.row_counts)
+        rows = " and ".join(
+            f"{'/'.join(map(str, counts))} row{'s' * (list(counts) != [1])}" for counts in self.row_counts
+        )
         return f"{self.matrix.width} x {len(self.matrix.codes)}, {rows}"
 
 
 def choose_variants(
-    graphs: Iterable[GraphSpec], rows: Mapping[str, int], threads: int, fixed: Iterable[QuantizedMatrix] = ()
+    graphs: Iterable[GraphSpec],
+    rows: Mapping[str, Sequence[int]],
+    threads: int,
+    fixed: Iterable[QuantizedMatrix] = (),
 ) -> dict[str, Any]:
     """Choose an operator for each quantized layer of `graphs`; return the details for the report.
 
     Args:
         graphs: before they are traced.
-        rows: rows of activations in a matrix multiplication of each graph, by the graph's name.
+        rows: rows of activations in a matrix multiplication at each batch size, by the graph's name.
         threads: for ONNX Runtime.
         fixed: matrices that keep their first operator.
     """
@@ -110,10 +118,20 @@ def choose_variants(
     return _report_details(products.values())
 
 
-def fastest_variant(microseconds: Mapping[str, float]) -> str:
-    """Return the fastest operator; the first one unless another is faster by more than the margin."""
-    first, best = next(iter(microseconds)), min(microseconds, key=lambda form: microseconds[form])
-    return best if microseconds[best] < (1 - OPERATOR_MARGIN) * microseconds[first] else first
+def fastest_variant(microseconds: Mapping[str, Sequence[float]]) -> str:
+    """Return the fastest operator on average over the batch sizes, relative to the first one.
+
+    It is the first one unless another is faster by more than the margin, and slower at no batch size.
+    """
+    first = next(iter(microseconds))
+    relative = {
+        form: [us / base for us, base in zip(times, microseconds[first], strict=True)]
+        for form, times in microseconds.items()
+    }
+    best = min(
+        (form for form, ratios in relative.items() if max(ratios) <= 1), key=lambda form: mean(relative[form])
+    )
+    return best if mean(relative[best]) < 1 - OPERATOR_MARGIN else first
 
 
 def quantized_layers(module: Any) -> Iterator[tuple[str, QuantizedLinear]]:
@@ -157,13 +175,16 @@ def _apply_to_parts(matrix: QuantizedMatrix, parts: Iterable[nn.Module]) -> None
             part.matrix.select_variant(matrix.variant)
 
 
-def _measure_matrix(product: MeasuredMatrix, threads: int) -> dict[str, float]:
-    matrix, total = product.matrix, dict.fromkeys(product.variants, 0.0)
-    for rows in product.row_counts:
-        options = tuple(matrix.options.items())
-        times = measure_variants(matrix.scheme.name, options, matrix.width, len(matrix.codes), rows, threads)
-        for form, us in times.items():
-            total[form] += us
+def _measure_matrix(product: MeasuredMatrix, threads: int) -> dict[str, list[float]]:
+    """Return microseconds of all uses at each batch size, by operator."""
+    matrix, options = product.matrix, tuple(product.matrix.options.items())
+    shape = (matrix.width, len(matrix.codes))
+    total = {form: [0.0] * len(product.row_counts[0]) for form in product.variants}
+    for counts in product.row_counts:
+        for size_index, rows in enumerate(counts):
+            times = measure_variants(matrix.scheme.name, options, *shape, rows, threads)
+            for form, us in times.items():
+                total[form][size_index] += us
     return total
 
 
@@ -176,7 +197,8 @@ def _measure_by_graph(product: MeasuredMatrix, threads: int) -> dict[str, tuple[
     )
     shape, options = (matrix.width, len(matrix.codes)), tuple(matrix.options.items())
     microseconds: dict[str, tuple[float, float]] = {}
-    for name, rows in zip(product.names, product.row_counts, strict=True):
+    uses = zip(product.names, product.row_counts, strict=True)
+    for name, rows in ((name, rows) for name, counts in uses for rows in counts):
         graph = name.partition(": ")[0]
         layer_times = measure_variants(matrix.scheme.name, options, *shape, rows, threads)
         as_int8 = (
@@ -263,7 +285,7 @@ def _report_details(products: Iterable[MeasuredMatrix]) -> dict[str, Any]:
     graphs: dict[str, dict[str, float]] = {}
     for product in products:
         layers.setdefault(product.matrix.variant, []).extend(product.names)
-        times = {form: round(duration, 2) for form, duration in product.microseconds.items()}
+        times = {form: round(sum(durations), 2) for form, durations in product.microseconds.items()}
         scheme = product.matrix.scheme.name
         key = product.shape if shapes[product.shape] == 1 else f"{product.shape}, {scheme}"
         us[key] = times | {"chosen": product.matrix.variant}
@@ -373,17 +395,18 @@ def choose_layer_operators(
         parent: the runner of the model that is exported.
         graphs: of it, before they are traced.
         reference: on real samples; their mean length is used for an encoder's texts.
-        autotune: texts per call, and beams.
+        autotune: texts per call, and beams; by default one.
         threads: for ONNX Runtime.
         fixed_layers: layers that keep their first operator. With a shortlist the generation graph gathers
             rows of the output layer, which MatMulNBits does not support.
         ctx: of the stage; details and warnings are added.
     """
-    size = autotune.batch_size
+    sizes, beams = autotune.batch_sizes or (1,), autotune.num_beams or 1
     length = round(float(reference.batch.attention_mask.sum(axis=1).mean()))
     steps = graphs[-1].name if reference.tokens is not None else ""  # a step has one token of each text
-    step_rows = size * autotune.num_beams
-    rows = {graph.name: step_rows if graph.name == steps else size * length for graph in graphs}
+    rows = {
+        graph.name: [size * (beams if graph.name == steps else length) for size in sizes] for graph in graphs
+    }
     choices = choose_variants(graphs, rows, threads, [m.matrix for m in fixed_layers if hasattr(m, "matrix")])
     forms = [times.keys() - {"chosen", DEFAULT_SCHEME} for times in choices["microseconds"].values()]
     if not any(len(names) > 1 for names in forms):
@@ -391,10 +414,10 @@ def choose_layer_operators(
             "nothing-to-tune",
             "autotune: each layer of this model has only one possible operator. Remove autotune.",
         )
-    _warn_if_slower(choices["microseconds_by_graph"], steps, autotune, ctx)
+    _warn_if_slower(choices["microseconds_by_graph"], steps, sizes, beams, ctx)
     details = {
-        "batch_size": size,
-        "num_beams": autotune.num_beams,
+        "batch_sizes": list(sizes),
+        "num_beams": beams,
         "input_tokens": length,
         "threads": threads,
     }
@@ -403,7 +426,11 @@ def choose_layer_operators(
 
 
 def _warn_if_slower(
-    by_graph: Mapping[str, Mapping[str, float]], steps: str, autotune: AutotuneSettings, ctx: Context
+    by_graph: Mapping[str, Mapping[str, float]],
+    steps: str,
+    batch_sizes: Sequence[int],
+    num_beams: int,
+    ctx: Context,
 ) -> None:
     """Warn if the quantized layers of a graph are slower than they would be with int8-dynamic.
 
@@ -417,7 +444,7 @@ def _warn_if_slower(
         if durations["chosen"] * (1 - OPERATOR_MARGIN) > durations[DEFAULT_SCHEME] > 0
     ]
     if slower:
-        beams = f" and {autotune.num_beams} beams" if autotune.num_beams > 1 else ""
+        beams = f" and {num_beams} beams" if num_beams > 1 else ""
         other_graphs = " and ".join(graph for graph in by_graph if graph != steps)
         frequency_note = (
             f". For each text {steps} runs once per token, {other_graphs} once"
@@ -426,10 +453,9 @@ def _warn_if_slower(
         )
         ctx.warn(
             "slower-than-default",
-            f"autotune: with batches of {autotune.batch_size}{beams} these quantized layers are slower on"
-            f" this machine than with {DEFAULT_SCHEME}: {', '.join(slower)}{frequency_note}. Compare "
-            "with a branch"
-            f" that uses scheme: {DEFAULT_SCHEME}.",
+            f"autotune: with batches of {', '.join(map(str, batch_sizes))}{beams} these quantized layers are"
+            f" slower on this machine than with {DEFAULT_SCHEME}: {', '.join(slower)}{frequency_note}."
+            f" Compare with a branch that uses scheme: {DEFAULT_SCHEME}.",
         )
 
 

@@ -473,7 +473,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         engine = settings.engine or ProviderSettings()
         ctx.details["profile"] = export_provider_options(graph_dtype, engine, source, ctx)
     if settings.threads is not None:
-        size = settings.autotune_settings.batch_size
+        size = (settings.autotune_settings.batch_sizes or (1,))[0]
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
 
 

@@ -161,10 +161,14 @@ def supports_gqa(head_dim: int, rotary: bool) -> bool:
 
 
 class AutotuneSettings(Settings):
-    """The batch size and number of beams that operators are chosen for."""
+    """The batch sizes and number of beams that operators are chosen for."""
 
-    batch_size: int = Field(default=1, ge=1, le=4096, description="texts per call")
-    num_beams: int = Field(default=1, ge=1, le=64, description="beams of the search")
+    batch_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = Field(
+        default=None, min_length=1, description="texts per call; default: those that `score` times, else 1"
+    )
+    num_beams: int | None = Field(
+        default=None, ge=1, le=64, description="beams of the search; default: those of `score`, else 1"
+    )
 
 
 class OnnxSettings(Settings):
@@ -217,8 +221,19 @@ class OnnxSettings(Settings):
 
     @property
     def autotune_settings(self) -> AutotuneSettings:
-        """The batch size and beams that autotune measures for."""
+        """The batch sizes and beams that autotune measures for."""
         return self.autotune if isinstance(self.autotune, AutotuneSettings) else AutotuneSettings()
+
+    def autotune_for(self, batch_sizes: tuple[int, ...], num_beams: int | None) -> OnnxSettings:
+        """Return the settings with these as defaults of `autotune`; unchanged without `autotune`."""
+        if not self.autotune:
+            return self
+        asked = self.autotune_settings
+        update = {
+            "batch_sizes": asked.batch_sizes or batch_sizes,
+            "num_beams": asked.num_beams or num_beams,
+        }
+        return self.model_copy(update={"autotune": asked.model_copy(update=update)})
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -10,8 +10,8 @@ it, pooling weights it with 0. Results at real tokens do not change, except that
     Linear, Split in three -> attention          Linear -> Gather x 3 -> attention -> Gather -> Linear
     Linear, Split in n -> Reshape -> Transpose   Linear -> Gather x n
 
-The Gather also replaces the Split into equal parts, and the transpose that puts heads first, so a graph
-without padding is not slower (docs/measurements/loop.md#encoder-without-padding).
+The Gather also replaces the Split into equal parts, and the transpose that puts heads first, so that little
+time is lost without padding (docs/measurements/loop.md#encoder-without-padding).
 
 Source: Zeng et al. 2022, Boosting Distributed Training Performance of the Unpadded BERT Model,
 arXiv:2208.08124.
@@ -49,12 +49,11 @@ _LAST_AXIS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "S
 _REDUCTIONS = frozenset({"ReduceMean", "ReduceSum"})
 # their ranges and scales are of the whole tensor
 _QUANTIZERS = frozenset({"DynamicQuantizeLinear", "QuantizeLinear"})
-_ELEMENTWISE = frozenset(
-    """
+_ELEMENTWISE_NAMES = """
     Abs Add Cast Clip DequantizeLinear Div Elu Erf Exp Gelu HardSigmoid HardSwish Identity LeakyRelu Max Min
     Mish Mul Neg Pow QuickGelu Reciprocal Relu Sigmoid Softplus Sqrt Sub Tanh
-    """.split()
-)
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # The first one of these reads gathered tokens. Before it are sums of embeddings: gathering their terms takes
 # longer than adding padding.
 _FIRST_OPS = _PRODUCTS | _QUANTIZERS | {"LayerNormalization", "SimplifiedLayerNormalization"}
@@ -74,7 +73,7 @@ def remove_padding_in_file(path: Path) -> int:
 
 
 def remove_padding(model: Any) -> int:
-    """Gather the real tokens of an encoder's graph, in place; return how many matrix multiplications read them.
+    """Gather the real tokens of an encoder's graph, in place; return how many products read them.
 
     Graphs without an `attention_mask` of the shape of `input_ids` are not changed, nor are operators
     for which the shapes in the file do not show that they compute each token by itself.
@@ -157,8 +156,8 @@ def _constant(node: Any) -> Any:
 def _unpadded_nodes(graph: Any, shapes: _Shapes) -> set[str]:
     """Return the outputs of the nodes that can run on the real tokens only.
 
-    A value computed with the mask is not one of them: after pooling has multiplied with the mask, padding is 0
-    and must be.
+    A value computed with the mask is not one of them: where pooling has multiplied with the mask, padding
+    is 0 and must remain 0.
     """
     unpadded, masked = set[str](), {_MASK}
     for node in graph.node:

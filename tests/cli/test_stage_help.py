@@ -137,7 +137,7 @@ def test_unknown_stage_suggests_nearest() -> None:
 def test_setting_with_scalar_and_mapping_form_shows_both() -> None:
     text = describe_stage("onnx")
     assert "\n  autotune: boolean | mapping (default false) " in text
-    assert "\n    batch_size: integer (default 1) " in text
+    assert "\n    num_beams: integer (optional) " in text
 
 
 def test_list_of_mappings_shows_fields_of_item() -> None:

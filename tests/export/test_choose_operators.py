@@ -24,8 +24,12 @@ DYNAMIC, BLOCKS = "DynamicQuantizeMatMul", "MatMulNBits"
 
 
 @pytest.mark.parametrize(("us", "taken"), [
-    ({DYNAMIC: 10.0, BLOCKS: 12.0}, DYNAMIC), ({DYNAMIC: 10.0, BLOCKS: 9.6}, DYNAMIC),  # within the margin
-    ({DYNAMIC: 10.0, BLOCKS: 9.4}, BLOCKS),
+    ({DYNAMIC: [10.0], BLOCKS: [12.0]}, DYNAMIC),
+    ({DYNAMIC: [10.0], BLOCKS: [9.6]}, DYNAMIC),  # within the margin
+    ({DYNAMIC: [10.0], BLOCKS: [9.4]}, BLOCKS),
+    ({DYNAMIC: [1.0, 8.0], BLOCKS: [0.5, 8.1]}, DYNAMIC),  # slower at the second batch size
+    ({DYNAMIC: [1.0, 8.0], BLOCKS: [0.5, 8.0]}, BLOCKS),
+    ({DYNAMIC: [1.0, 8.0], "slower": [0.1, 9.0], BLOCKS: [0.8, 7.0]}, BLOCKS),
 ])  # fmt: skip
 def test_variant_is_chosen_only_if_clearly_faster(us, taken):
     assert fastest_variant(us) == taken
@@ -74,12 +78,20 @@ def test_fastest_operator_per_layer_is_exported_and_reported(coded, tmp_path, mo
     times = details["autotune"]["microseconds"]
     assert times["32 x 64, 1 row"] == {DYNAMIC: 2.0, BLOCKS: 1.0, "chosen": BLOCKS}
     assert times[f"32 x 64, {length} rows"]["chosen"] == DYNAMIC
-    assert (details["autotune"]["batch_size"], details["autotune"]["threads"]) == (1, 1)
-    beams = {"batch_size": 2, "num_beams": 3}  # all of them are rows of a step
+    assert (details["autotune"]["batch_sizes"], details["autotune"]["threads"]) == ([1], 1)
+    beams = {"batch_sizes": [2], "num_beams": 3}  # all of them are rows of a step
     beam_details = export(coded, tmp_path / "more", autotune=beams, threads=2).details["autotune"]
     assert set(beam_details["layers"]) == {DYNAMIC}
     assert "32 x 64, 6 rows" in beam_details["microseconds"]
-    assert (beam_details["batch_size"], beam_details["threads"]) == (2, 2)
+    assert (beam_details["batch_sizes"], beam_details["threads"]) == ([2], 2)
+
+
+def test_operator_slower_at_any_batch_size_is_not_exported(coded, tmp_path, monkeypatch):
+    monkeypatch.setattr(autotune, "measure_variants", few_rows_are_for_blocks)
+    details = export(coded, tmp_path / "out", autotune={"batch_sizes": [1, 8]}).details
+    assert set(details["autotune"]["layers"]) == {DYNAMIC}
+    times = details["autotune"]["microseconds"]["32 x 64, 1/8 rows"]
+    assert times == {DYNAMIC: 2.0 + 16.0, BLOCKS: 1.0 + 24.0, "chosen": DYNAMIC}
 
 
 def test_shortlist_head_keeps_gatherable_operator(coded, tmp_path, monkeypatch):
@@ -146,7 +158,7 @@ def test_every_variant_of_every_shape_is_measured(coded, monkeypatch):
     autotune.measure_variants.cache_clear()
     model, _ = load_model(coded)
     graphs = model_graphs(model)
-    details = choose_variants(graphs, {"encoder_model": 6, "decoder_with_past_model": 1}, threads=1)
+    details = choose_variants(graphs, {"encoder_model": [6], "decoder_with_past_model": [1]}, threads=1)
     autotune.measure_variants.cache_clear()
     assert all(times[DYNAMIC] > 0 < times[BLOCKS] for times in details["microseconds"].values())
     assert {m.matrix.variant for g in graphs for _, m in quantized_layers(g.module)} <= {DYNAMIC, BLOCKS}
@@ -233,7 +245,7 @@ def test_schemes_slower_than_int8_are_reported(tmp_path, monkeypatch):
             ),
         )
         ctx = export(
-            tmp_path / "codes", tmp_path / f"out-{warned}", autotune={"batch_size": 8, "num_beams": 2}
+            tmp_path / "codes", tmp_path / f"out-{warned}", autotune={"batch_sizes": [8], "num_beams": 2}
         )
         messages = [warning.message for warning in ctx.warnings if warning.code == "slower-than-default"]
         assert bool(messages) is warned
@@ -253,7 +265,7 @@ def test_shape_with_two_schemes_is_reported_per_scheme(tmp_path, monkeypatch):
     harness.run_stage(Quantize(), settings, source, tmp_path / "codes")
     model, _ = load_model(tmp_path / "codes")
     monkeypatch.setattr(autotune, "measure_variants", as_fast_as(8))
-    row_counts = {"encoder_model": 1, "decoder_with_past_model": 1}
+    row_counts = {"encoder_model": [1], "decoder_with_past_model": [1]}
     graphs = model_graphs(model)
     monkeypatch.setattr(autotune.MeasuredMatrix, "shape", "the same")
     microseconds = choose_variants(graphs, row_counts, threads=1)["microseconds"]

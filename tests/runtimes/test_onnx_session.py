@@ -44,3 +44,17 @@ def test_int8_weight_of_two_layers_opens_on_every_processor(tmp_path):
     expected = x.astype(np.int32) @ weight.astype(np.int32) * np.float32(0.5)
     for output in outputs:
         np.testing.assert_array_equal(output, expected)
+
+
+@pytest.mark.parametrize(("name", "has_encoder", "uses_patterns"), [
+    ("generate", True, False), ("encoder_model", True, False), ("generate", False, True),
+    ("generate_beams", True, True), ("decoder_with_past_model", True, True),
+])  # fmt: skip
+def test_memory_patterns_are_off_where_sizes_depend_on_the_mask(tmp_path, name, has_encoder, uses_patterns):
+    value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N"]) for n in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    for file in {name, *(["encoder_model"] if has_encoder else [])}:
+        onnx.save(model, tmp_path / f"{file}.onnx")
+    session = open_onnx_session(tmp_path / f"{name}.onnx", threads=1)
+    assert session.get_session_options().enable_mem_pattern is uses_patterns

@@ -12,10 +12,11 @@ from typing import Any
 import onnxruntime
 
 
-def open_graph(path: Path, threads: int | None) -> Any:
+def open_graph(path: Path, threads: int | None, memory_pattern: bool = True) -> Any:
     """Open a graph with the session options of its scores. threads: per call, None for all."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, threads or 0  # 3: no warnings
+    options.enable_mem_pattern = memory_pattern
     cpu = Path("/proc/cpuinfo")
     cpu_flags = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
     if "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:

@@ -18,7 +18,9 @@ class Translator:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.tokenizer, self.generation = Tokenizer(Path(folder), config["tokenizer"]), config["generation"]
-        self.graph = open_graph(Path(folder) / self.generation["graph"], threads or config["threads"])
+        path = Path(folder) / self.generation["graph"]
+        # sizes in the greedy graph depend on the mask
+        self.graph = open_graph(path, threads or config["threads"], path.name != "generate.onnx")
         self.search = generation_inputs(self.generation, 1, self.generation["max_new_tokens"])
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[str]:

@@ -53,7 +53,7 @@ from smelt.pipeline.plan.run_checks import (
     read_data,
     select_steps,
 )
-from smelt.pipeline.plan.step_checks import read_steps, set_engine_lengths
+from smelt.pipeline.plan.step_checks import read_steps, set_autotune_sizes, set_engine_lengths
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import (
     embedder_errors,
@@ -249,6 +249,7 @@ def check_window_length(context: CheckContext) -> Iterator[Finding]:
 READERS: tuple[Check, ...] = (
     read_steps,
     set_engine_lengths,
+    set_autotune_sizes,
     select_steps,
     plan_gates,
     read_onnx_model,

@@ -18,7 +18,7 @@ from smelt.core.messages import Message, error_message
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
-from smelt.export.settings import ProviderSettings
+from smelt.export.settings import OnnxSettings, ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, read_config
 from smelt.pipeline.plan.check_context import CheckContext
@@ -383,3 +383,19 @@ def _with_max_new_tokens(step: PlanStep, wanted: int) -> PlanStep:
     else:
         return step
     return replace(step, settings=step.settings.model_copy(update=update))
+
+
+def set_autotune_sizes(context: CheckContext) -> Iterator[Finding]:
+    """Set the batch sizes and beams of `autotune` to those that the recipe times, where a step sets none.
+
+    Operators chosen for other batch sizes can be slower at these.
+    """
+    score = context.recipe.score
+    sizes = tuple(score.latency.batch_sizes) if score.latency else (1,)
+    context.steps = tuple(
+        replace(step, settings=step.settings.autotune_for(sizes, score.generation.num_beams))
+        if isinstance(step.settings, OnnxSettings)
+        else step
+        for step in context.steps
+    )
+    yield from ()

@@ -46,8 +46,15 @@ def test_exported_encoder_multiplies_real_tokens_only(family, scheme):
 def make_graph(nodes, outputs, constants=()):
     """Return a model of ids and mask [batch, length]; outputs by name have these shapes."""
     axes = ["batch", "length"]
-    inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, axes) for n in ("input_ids", "attention_mask")]
-    constants = {"table": table(11), "matrix": table(WIDTH), "bias": np.float32([1, 2, 3, 4]), **dict(constants)}
+    inputs = [
+        helper.make_tensor_value_info(n, TensorProto.INT64, axes) for n in ("input_ids", "attention_mask")
+    ]
+    constants = {
+        "table": table(11),
+        "matrix": table(WIDTH),
+        "bias": np.float32([1, 2, 3, 4]),
+        **dict(constants),
+    }
     graph = helper.make_graph(
         [helper.make_node("Gather", ["table", "input_ids"], ["embedded"]), *nodes], "encoder", inputs,
         [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in outputs.items()],

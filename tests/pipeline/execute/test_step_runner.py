@@ -142,7 +142,7 @@ def test_training_device_is_requested_one_if_available(wanted, lacks, expected_d
 
 @pytest.mark.parametrize(("settings", "measures"), [
     ({}, False), ({"threads": 2}, False), ({"threads": "autotune"}, True),
-    ({"autotune": {"batch_size": 8}}, True),
+    ({"autotune": {"batch_sizes": [8]}}, True),
 ])  # fmt: skip
 def test_step_measured_on_machine_has_machine_key(settings, measures):
     step = SimpleNamespace(needs=frozenset(), settings=OnnxSettings(**settings))

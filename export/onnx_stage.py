@@ -251,7 +251,7 @@ def _write_graph(
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
-    from smelt.export.graphs.remove_padding import remove_padding_in_file
+    from smelt.export.remove_padding import remove_padding_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
     start = time.perf_counter()

@@ -12,7 +12,7 @@ import pytest
 
 from smelt.export.generation_graph.write import write_generation_graphs
 from smelt.export.graphs.export_graph import export_graph, model_graphs
-from smelt.export.graphs.remove_padding import remove_padding
+from smelt.export.remove_padding import remove_padding
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.generation import search
 from smelt.models.checkpoint import load_model

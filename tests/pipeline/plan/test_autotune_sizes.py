@@ -27,7 +27,7 @@ TIMED = "{batch_sizes: [1, 32]}"
         ("{num_beams: 1}", TIMED, "{num_beams: 4}", (1, 32), 1),
     ],
 )
-def test_operators_are_chosen_for_what_is_timed(tmp_path, autotune, latency, generation, sizes, beams):
+def test_operators_are_chosen_for_timed_batch_sizes(tmp_path, autotune, latency, generation, sizes, beams):
     tiny.write_marian(tmp_path / "m")
     tiny.write_pairs(tmp_path / "data.jsonl", 4)
     recipe = tmp_path / "recipe.yaml"

@@ -8,7 +8,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.export.generation_graph.write import write_generation_graphs
-from smelt.export.graphs.remove_padding import remove_padding
+from smelt.export.remove_padding import remove_padding
 from smelt.models.checkpoint import load_model
 from smelt.runtimes.registry import open_folder
 from tests.support.graphs.graph_exports import exported_graphs

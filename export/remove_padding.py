@@ -365,6 +365,6 @@ class _Rewriter:
     def _drop_unused_shapes(self) -> None:
         """Remove shapes of values that do not exist any more."""
         names = {name for node in self._graph.node for name in node.output}
-        kept = [value for value in self._graph.value_info if value.name in names]
+        remaining = [value for value in self._graph.value_info if value.name in names]
         del self._graph.value_info[:]
-        self._graph.value_info.extend(kept)
+        self._graph.value_info.extend(remaining)

@@ -277,6 +277,10 @@ class _Rewriter:
             if name in self._unpadded:
                 node.output[index] = self._tokens[name] = f"{name}.tokens"
         self._builder.nodes.append(node)
+        for name in self._outputs & self._tokens.keys():
+            # what follows an output reads it alone, as formats that split the graph there need
+            self._restore_padding(name)
+            del self._tokens[name]
 
     def _real_tokens(self, name: str) -> str:
         """Return the name of a value [N, W], gathered if it exists only with padding."""

@@ -471,7 +471,7 @@ def add_hidden_states_output(model: Any) -> None:
         next(o for o in graph.output if o.name == EMBEDDING_OUTPUT).type.tensor_type.shape.dim[-1].dim_value
     )
     input_dims = graph.input[0].type.tensor_type.shape.dim
-    name = last.output[0]
+    name = last.output[0].removesuffix(".tokens")  # its padded form, see export/remove_padding.py
     for node in graph.node:
         for names in (node.input, node.output):
             for index, candidate in enumerate(names):

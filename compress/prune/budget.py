@@ -181,7 +181,9 @@ class BudgetAllocation:
         self._timings: dict[TimedPart, float] = {} if original is None else original._timings
         self.costs = _unit_costs(model, groups, src, self._budget, self._steps, ctx, self._timings)
         self.cost_before: float = self.costs.total if original is None else original.cost_before
-        self.units_before: dict[str, int] = count_units(model) if original is None else original.units_before
+        self.units_before: dict[str, int] = (
+            self._count_units(model) if original is None else original.units_before
+        )
         self.limit = self._budget.keep_ratio * self.cost_before
         self.least = self.costs.fixed + sum(float(self.costs.by_group[n][s]) for n, s in self._steps.items())
         self._kept: dict[str, int] = {}
@@ -197,6 +199,9 @@ class BudgetAllocation:
         self._kept = allocate_units(comparable, self.costs, share, self._steps, self._budget.measure)
         return self._kept
 
+    def _count_units(self, model: Any) -> dict[str, int]:
+        return count_units(model, with_width="width" in self._settings.targets)
+
     def details(self, model: Any) -> dict[str, Any]:
         """Return the requested and reached values for the pruned `model`, and its units before and after.
 
@@ -211,7 +216,7 @@ class BudgetAllocation:
         before = self.cost_before
         values = {"before": _round_value(before), "reached": _round_value(reached), "unit": costs.unit}
         ratios = {"asked": self._budget.keep_ratio, "left": round(reached / before, 4)}
-        units = {name: [self.units_before[name], after] for name, after in count_units(model).items()}
+        units = {name: [self.units_before[name], after] for name, after in self._count_units(model).items()}
         return {"measure": measure, **ratios, **values, "units": units, **costs.details}
 
 

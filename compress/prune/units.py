@@ -158,15 +158,15 @@ def find_groups(
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]
 
 
-def count_units(model: Any) -> dict[str, int]:
+def count_units(model: Any, with_width: bool) -> dict[str, int]:
     """Return the number of layers, the hidden width, and the numbers of heads and neurons of all layers.
 
-    Heads that cannot be removed are not counted, and shared ones once.
+    Heads that cannot be removed are not counted, and shared ones once. The width needs a float model.
     """
     attentions, blocks = find_groups(model)
     return {
         "layers": sum(len(block.call_indices) for block in blocks_of(model)),
-        "width": hidden_width(model),
+        **({"width": hidden_width(model)} if with_width else {}),
         "heads": sum(group.count(model) for group in attentions),
         "neurons": sum(block.count(model) for block in blocks),
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from smelt.export.parity.references import (
     round_weights_,
     run_exact,
 )
+from smelt.export.parity.single_texts import SingleTexts
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.scheme import GRAPH_TARGETS
 from smelt.runtimes.device import cuda_device_count
@@ -223,7 +224,8 @@ def check_exported_graphs(subject: ExportedModel, reference: TorchReference) -> 
 
 
 def _check_exactly(subject: ExportedModel, reference: TorchReference) -> DifferencesByGraph:
-    """Compare the graphs, on their own constants in float32, with the dequantized parent."""
+    """Compare the graphs, on their own constants in float32, with the dequantized parent, padding included."""
+    reference = replace(reference, by_text=False)
     exact_reference = run_exact(subject.model, reference)
     _require_unchanged(subject, reference, exact_reference)
     if subject.is_half_precision:
@@ -295,7 +297,8 @@ def _compare(
     batch = reference.batch
     if exact.encoder_states is not None:
         name, is_token = "encoder_model", batch.attention_mask == 1
-        encoder_outputs = runner.encoder_outputs(batch)
+        encoder = SingleTexts(runner) if reference.by_text else runner
+        encoder_outputs = encoder.encoder_outputs(batch)
         states = encoder_outputs["last_hidden_state"]
         differences[name] = check_output(
             name, "last_hidden_state", exact.encoder_states[is_token], states[is_token], kind

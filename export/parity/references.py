@@ -38,6 +38,7 @@ from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, read_graph, write_graph
 from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
+from smelt.export.parity.single_texts import SingleTexts, has_run_time_ranges, join_outputs, split_texts
 from smelt.export.value_types import values_of_type
 from smelt.generation.backend import Batch, Tokens
 from smelt.generation.generating_runners import is_causal, position_ids
@@ -150,10 +151,9 @@ class TorchReference:
     """The parent's outputs for a batch (a `Batch`, or an `ImageBatch`), as deployed.
 
     logits: float32 [B, C] (for an embedder the vectors, [B, D]; for a head of tokens [tokens, C], without
-    padding), or [STEPS, B, V] of greedy steps. tokens:
-    int64 [STEPS, B], the decoder's input; None for an encoder. encoder_states: float32 [B, L, D], an
+    padding), or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], the decoder's input; None for an encoder. encoder_states: float32 [B, L, D], an
     encoder's states, else None. exact_states: as logits, with dequantized weights, before the model was
-    prepared for the export.
+    prepared for the export. by_text: whether each text was computed alone (`single_texts`).
     """
 
     batch: Any
@@ -161,6 +161,7 @@ class TorchReference:
     tokens: Tokens | None = None
     encoder_states: FloatArray | None = None
     exact_states: FloatArray | None = None
+    by_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,12 @@ class ExactReference:
 
 
 def run_reference(runner: Any, batch: Batch | ImageBatch) -> TorchReference:
-    """Run the parent's runner on `batch`; called before its model is prepared for an export."""
-    reference = run_as_deployed(runner, batch)
+    """Run the parent's runner on `batch`; called before its model is prepared for an export.
+
+    Of an encoder whose ranges depend on padding, each text is computed alone.
+    """
+    is_padded = isinstance(batch, Batch) and not is_causal(runner.config) and not batch.attention_mask.all()
+    reference = run_as_deployed(runner, batch, is_padded and has_run_time_ranges(runner.backend.model))
     return replace(reference, exact_states=run_exact(runner.backend.model, reference).logits)
 
 
@@ -191,27 +196,35 @@ def rerun_reference(runner: Any, reference: TorchReference) -> TorchReference:
     with _torch_attention(runner.backend.model):
         logits, hidden = logits_for(runner, reference).copy(), reference.encoder_states
         if hidden is not None:
-            with torch.inference_mode():
-                ids, mask = _tensors(reference.batch)
-                encoder = runner.backend.model.get_encoder()
-                hidden = encoder(ids, attention_mask=mask).last_hidden_state.numpy()
+            hidden = _encoder_states(runner.backend.model, reference.batch, reference.by_text)
     return replace(reference, logits=logits, encoder_states=hidden)
 
 
-def run_as_deployed(runner: Any, batch: Batch | ImageBatch) -> TorchReference:
+def run_as_deployed(runner: Any, batch: Batch | ImageBatch, by_text: bool = False) -> TorchReference:
     """Run the parent's runner on `batch`; a model that generates is decoded greedily for some steps."""
+    called = SingleTexts(runner) if by_text else runner
     if isinstance(batch, ImageBatch) or not (
         is_causal(runner.config) or runner.config.get("is_encoder_decoder")
     ):
-        return TorchReference(batch, without_padded_tokens(runner.forward(batch), batch).copy())
+        logits = without_padded_tokens(called.forward(batch), batch).copy()
+        return TorchReference(batch, logits, by_text=by_text)
     if is_causal(runner.config):
         return _greedy_reference(runner, batch, batch.input_ids[:, -1], None)
     start = runner.backend.model.generation_config.decoder_start_token_id
     start = runner.config["decoder_start_token_id"] if start is None else start
-    with torch.inference_mode():
-        ids, mask = _tensors(batch)
-        hidden = runner.backend.model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
-    return _greedy_reference(runner, batch, np.full(batch.input_ids.shape[0], start, dtype=np.int64), hidden)
+    hidden = _encoder_states(runner.backend.model, batch, by_text)
+    first_tokens = np.full(batch.input_ids.shape[0], start, dtype=np.int64)
+    return replace(_greedy_reference(called, batch, first_tokens, hidden), by_text=by_text)
+
+
+@torch.inference_mode()
+def _encoder_states(model: Any, batch: Batch, by_text: bool) -> FloatArray:
+    """Return the states of the encoder of a torch model, [B, L, D]."""
+    if by_text:
+        return join_outputs([_encoder_states(model, text, False) for text in split_texts(batch)], batch)
+    ids, mask = _tensors(batch)
+    states: FloatArray = model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
+    return states
 
 
 def _greedy_reference(runner: Any, batch: Batch, start: Tokens, hidden: FloatArray | None) -> TorchReference:
@@ -235,6 +248,7 @@ def without_padded_tokens(result: FloatArray, batch: Batch | ImageBatch) -> Floa
 
 def logits_for(runner: Any, reference: TorchReference) -> FloatArray:
     """Run `runner` on the reference's batch and tokens; shapes as in `TorchReference`."""
+    runner = SingleTexts(runner) if reference.by_text else runner
     if reference.tokens is None:
         return without_padded_tokens(np.asarray(runner.forward(reference.batch)), reference.batch)
     state = runner.encode(reference.batch)

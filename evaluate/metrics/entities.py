@@ -52,8 +52,8 @@ class EntityCounts:
 def count_entities(samples: TagSamples) -> EntityCounts:
     """Return the counts by type, the types sorted."""
     counts: tuple[Counter[str], ...] = (Counter(), Counter(), Counter())
-    for found, gold in _span_pairs(samples):
-        for counter, spans in zip(counts, (found & gold, found, gold), strict=True):
+    for predicted_spans, gold in _span_pairs(samples):
+        for counter, spans in zip(counts, (predicted_spans & gold, predicted_spans, gold), strict=True):
             counter.update(span.label for span in spans)
     types = sorted(counts[1] | counts[2])
     hits, predicted, present = (np.array([c[name] for name in types], dtype=np.int64) for c in counts)
@@ -78,7 +78,8 @@ class EntityMetric(Metric[TagSamples]):
 
     def example_rows(self, samples: TagSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return the numbers of entities of each sentence."""
-        rows: Rows = [[len(found & gold), len(found), len(gold)] for found, gold in _span_pairs(samples)]
+        pairs = _span_pairs(samples)
+        rows: Rows = [[len(predicted & gold), len(predicted), len(gold)] for predicted, gold in pairs]
         return ExampleRows(rows, f"average:micro|scheme:conlleval|empty:0|{BOOTSTRAP_SIGNATURE}")
 
     def value(self, rows: Array, weights: Array) -> Array:

@@ -511,8 +511,8 @@ def _word_example(item: Any, index: int) -> Example:
     """Return the sample of a text, or of a list of its words."""
     if not isinstance(item, list | tuple):
         return Example(_as_text(item, f"texts[{index}]", " The words of a text are a list."))
-    words = tuple(_as_text(word, f"texts[{index}][{number}]") for number, word in enumerate(item))
-    if any(not word.strip() for word in words):
+    words = tuple(_as_text(text, f"texts[{index}][{number}]") for number, text in enumerate(item))
+    if any(not text.strip() for text in words):
         raise InputError(
             f"texts[{index}]: a word is empty. Remove it.", code="empty-word", setting=f"texts[{index}]"
         )

@@ -60,15 +60,15 @@ def example_words(example: Example) -> list[Word]:
     if not example.words:
         return split_words(example.text)
     words, start = [], 0
-    for word in example.words:
-        words.append(Word(word, start, start + len(word)))
-        start += len(word) + 1
+    for text in example.words:
+        words.append(Word(text, start, start + len(text)))
+        start += len(text) + 1
     return words
 
 
 def word_lists(examples: Sequence[Example]) -> list[list[str]]:
     """Return the words of each sample."""
-    return [[word.text for word in example_words(example)] for example in examples]
+    return [[item.text for item in example_words(example)] for example in examples]
 
 
 def has_spans(names: Collection[str]) -> bool:
@@ -137,7 +137,7 @@ def tags_of_entities(
                 f" {cut_word.text[:40]!r}. Move it to the word's start or end, or write tokens and tags.",
                 code="entity-within-word",
             )
-        covered = [index for index, word in enumerate(words) if start <= word.start < end]
+        covered = [index for index, item in enumerate(words) if start <= item.start < end]
         if not covered:
             raise InputError(f"{description} has no words. Remove it.", code="empty-entity")
         for index in covered:

@@ -29,8 +29,8 @@ def prepare_words(words: Sequence[str], lower: bool, spaced: bool) -> list[str]:
 
     The space has the effect of `add_prefix_space=True` in transformers.
     """
-    prepared = [word.lower() if lower else word for word in words]
-    return [f" {word}" for word in prepared] if spaced else prepared or [""]
+    prepared = [text.lower() if lower else text for text in words]
+    return [f" {text}" for text in prepared] if spaced else prepared or [""]
 
 
 def first_word_tokens(
@@ -45,9 +45,9 @@ def first_word_tokens(
     results: list[list[int | None]] = []
     for words, word_ids in zip(texts, owners, strict=True):
         first: list[int | None] = [None] * len(words)
-        for position, word in reversed(list(enumerate(word_ids))):
-            if word is not None and word < len(words):
-                first[word] = position
+        for position, owner in reversed(list(enumerate(word_ids))):
+            if owner is not None and owner < len(words):
+                first[owner] = position
         results.append(first)
     return results
 

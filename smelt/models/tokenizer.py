@@ -207,8 +207,9 @@ class RustTokenizer:
             row, word_ids = encoding.ids, encoding.word_ids
             if len(row) > max_length:
                 truncated += 1
-                kept = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
-                row, word_ids = [row[index] for index in kept], [word_ids[index] for index in kept]
+                kept_indices = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
+                row = [row[index] for index in kept_indices]
+                word_ids = [word_ids[index] for index in kept_indices]
             ids.append(row)
             owners.append(word_ids)
         return EncodedWords(ids, first_word_tokens(texts, owners), truncated)

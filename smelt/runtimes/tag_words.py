@@ -127,5 +127,5 @@ _CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 
 
 def entity_text(entity: Entity) -> str:
     """Return an entity as `smelt predict` prints it: `Ada Lovelace [PER 0:12 0.998]`."""
-    word, label = (value.translate(_CONTROL_ESCAPES) for value in (entity.word, entity.entity_group))
-    return f"{word} [{label} {entity.start}:{entity.end} {entity.score:.3f}]"
+    text, label = (value.translate(_CONTROL_ESCAPES) for value in (entity.word, entity.entity_group))
+    return f"{text} [{label} {entity.start}:{entity.end} {entity.score:.3f}]"

@@ -18,7 +18,7 @@ def spans(text, **options):
 
 
 @pytest.mark.parametrize("prefixes", ["BI", "BIES"])
-def test_spans_of_random_tags_equal_those_of_seqeval(prefixes):
+def test_spans_of_random_tags_equal_seqeval(prefixes):
     draw = random.Random(0)
     choices = ["O", *(f"{prefix}-{kind}" for prefix in prefixes for kind in ("PER", "LOC"))]
     for _ in range(2000):

@@ -32,31 +32,31 @@ def pipeline_entities(folder, texts, **options):
     ]
 
 
-def as_tuples(found):
-    return [[(e.entity_group, e.score, e.start, e.end) for e in row] for row in found]
+def as_tuples(results):
+    return [[(e.entity_group, e.score, e.start, e.end) for e in row] for row in results]
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra"])
-def test_entities_of_texts_equal_those_of_pipeline(home, family):
+def test_entities_of_texts_equal_pipeline(home, family):
     folder = taggers.write_model(home / family, family)
     expected = pipeline_entities(folder, TEXTS)
     assert sum(map(len, expected)) > 20
     with open_folder(folder, "torch") as runner:
-        found = find_entities(runner, [Example(text) for text in TEXTS], batch_size=4)
-    assert as_tuples(found) == expected
-    assert all(e.word == t[e.start : e.end] for t, row in zip(TEXTS, found, strict=True) for e in row)
+        results = find_entities(runner, [Example(text) for text in TEXTS], batch_size=4)
+    assert as_tuples(results) == expected
+    assert all(e.word == t[e.start : e.end] for t, row in zip(TEXTS, results, strict=True) for e in row)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_tags_of_split_words_are_those_of_first_tokens(home, family):
+def test_tags_of_split_words_come_from_first_tokens(home, family):
     folder = taggers.write_model(home / family, family)
     words = [text.split() for text in TEXTS]
     spaced = {"add_prefix_space": True} if family == "roberta" else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **spaced)
     model = transformers.AutoModelForTokenClassification.from_pretrained(folder).requires_grad_(False)
     with open_folder(folder, "torch") as runner:
-        found = tag_words(runner, [Example(" ".join(w), words=tuple(w)) for w in words])
-    for text_words, tagged in zip(words, found, strict=True):
+        results = tag_words(runner, [Example(" ".join(w), words=tuple(w)) for w in words])
+    for text_words, tagged in zip(words, results, strict=True):
         encoded = tokenizer(text_words, is_split_into_words=True, return_tensors="pt")
         probabilities = model(**encoded).logits[0].softmax(-1).max(-1)
         first = [encoded.word_ids().index(i) for i in range(len(text_words))]
@@ -64,7 +64,7 @@ def test_tags_of_split_words_are_those_of_first_tokens(home, family):
         assert tagged.scores == pytest.approx([float(probabilities.values[i]) for i in first], abs=1e-5)
 
 
-def test_onnx_entities_equal_those_of_torch(home):
+def test_onnx_entities_equal_torch(home):
     folder = taggers.write_model(home / "bert")
     out = home / "onnx"
     out.mkdir()
@@ -72,12 +72,12 @@ def test_onnx_entities_equal_those_of_torch(home):
     examples = [Example(text) for text in TEXTS]
     with open_folder(folder, "torch") as torch_runner, open_folder(out, "onnx", "ort-cpu") as onnx_runner:
         assert onnx_runner.text.tokenizer.reader == "tokenizers"
-        expected, found = (find_entities(runner, examples, 4) for runner in (torch_runner, onnx_runner))
-    assert [[e._replace(score=pytest.approx(e.score, abs=1e-5)) for e in row] for row in expected] == found
+        expected, results = (find_entities(runner, examples, 4) for runner in (torch_runner, onnx_runner))
+    assert [[e._replace(score=pytest.approx(e.score, abs=1e-5)) for e in row] for row in expected] == results
 
 
 @pytest.mark.parametrize("family", [name for name in taggers.FAMILIES if name in DISTINCT_FAMILIES])
-def test_onnx_logits_equal_those_of_transformers(home, family):
+def test_onnx_logits_equal_transformers(home, family):
     folder = taggers.write_model(home / family, family)
     out = home / f"{family}-onnx"
     out.mkdir()

@@ -35,16 +35,16 @@ def ner_labels(tokenizer, words, classes, limit):
     labels = []
     for i, label in enumerate(classes):
         previous, row = None, []
-        for word in encoded.word_ids(batch_index=i):
-            row.append(-100 if word is None or word == previous else label[word])
-            previous = word
+        for index in encoded.word_ids(batch_index=i):
+            row.append(-100 if index is None or index == previous else label[index])
+            previous = index
         labels.append(row)
     return encoded["input_ids"], labels
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "xlm_roberta"])
 @pytest.mark.parametrize("limit", [512, 7])
-def test_ids_and_labels_equal_those_of_run_ner(tmp_path, family, limit):
+def test_ids_and_labels_equal_run_ner(tmp_path, family, limit):
     folder = tmp_path / family
     folder.mkdir()
     published_tokenizers.MAKERS[family](folder, tiny.SENTENCES * 4, 120)
@@ -57,10 +57,10 @@ def test_ids_and_labels_equal_those_of_run_ner(tmp_path, family, limit):
     ids, labels = ner_labels(reference, WORDS, classes, limit)
     assert [sample.input_ids for sample in samples] == ids
     assert [sample.target for sample in samples] == labels
-    whole = reference(WORDS, is_split_into_words=True)["input_ids"]
-    assert truncated == sum(len(row) > limit for row in whole)
+    full_output = reference(WORDS, is_split_into_words=True)["input_ids"]
+    assert truncated == sum(len(row) > limit for row in full_output)
     assert TASK.too_long_samples(split, HubTokenizer(reference), limit) == {
-        i for i, row in enumerate(whole) if len(row) > limit
+        i for i, row in enumerate(full_output) if len(row) > limit
     }
 
 

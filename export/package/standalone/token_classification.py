@@ -30,7 +30,7 @@ def word_splitter() -> Any:
 
 def tagged_spans(tags: list[str], spans: bool) -> list[tuple[int, int, str]]:
     """Return the first word, the end and the type of each entity; spans: tags without prefix mark spans."""
-    found: list[tuple[int, int, str]] = []
+    entities: list[tuple[int, int, str]] = []
     ends_before, label_before = True, ""
     for index, tag in enumerate(tags):
         match = PREFIXED.fullmatch(tag)
@@ -39,11 +39,11 @@ def tagged_spans(tags: list[str], spans: bool) -> list[tuple[int, int, str]]:
             ends_before, label_before = True, ""
             continue
         if ends_before or prefix in "BSU" or label != label_before:
-            found.append((index, index + 1, label))
+            entities.append((index, index + 1, label))
         else:
-            found[-1] = (found[-1][0], index + 1, label)
+            entities[-1] = (entities[-1][0], index + 1, label)
         ends_before, label_before = prefix in "ESLU", label
-    return found
+    return entities
 
 
 class Tagger:
@@ -86,7 +86,7 @@ class Tagger:
             text[start:end].lower() if self.settings["lower"] else text[start:end] for start, end in offsets
         ]
         if self.settings["spaces_words"]:  # the space before a word belongs to its first token
-            words = [f" {word}" for word in words]
+            words = [f" {name}" for name in words]
         encoding = self.tokenizer.encode(words or [""], is_pretokenized=True)
         self.cut += bool(encoding.overflowing)
         return encoding
@@ -97,13 +97,13 @@ class Tagger:
         """Return the entities of one text; logits: float32 [L, C], word_ids: the word of each token."""
         tags, scores = [OUTSIDE] * len(offsets), [0.0] * len(offsets)
         read: set[int] = set()
-        for position, word in enumerate(word_ids):
-            if word is None or word in read or word >= len(offsets):
+        for position, index in enumerate(word_ids):
+            if index is None or index in read or index >= len(offsets):
                 continue
-            read.add(word)
+            read.add(index)
             values = finite_outputs(logits[position]).astype(np.float64)
             odds = np.exp(values - values.max())
-            tags[word], scores[word] = self.labels[int(odds.argmax())], float(odds.max() / odds.sum())
+            tags[index], scores[index] = self.labels[int(odds.argmax())], float(odds.max() / odds.sum())
         return [
             {
                 "entity_group": label,
@@ -119,11 +119,11 @@ class Tagger:
 def answer_lines(model: Tagger, texts: list[str]) -> list[str]:
     """Return for each text its entities, `word [type start:end score]`, separated by tabs."""
     lines = []
-    for found in model(texts):
-        names = [(e["word"].translate(CONTROLS), e["entity_group"].translate(CONTROLS)) for e in found]
-        places = [f"{e['start']}:{e['end']} {e['score']:.3f}" for e in found]
-        parts = zip(names, places, strict=True)
-        lines.append("\t".join(f"{word} [{label} {place}]" for (word, label), place in parts))
+    for entities in model(texts):
+        names = [(e["word"].translate(CONTROLS), e["entity_group"].translate(CONTROLS)) for e in entities]
+        details = [f"{e['start']}:{e['end']} {e['score']:.3f}" for e in entities]
+        parts = zip(names, details, strict=True)
+        lines.append("\t".join(f"{name} [{label} {detail}]" for (name, label), detail in parts))
     return lines
 
 

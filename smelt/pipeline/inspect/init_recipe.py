@@ -252,10 +252,10 @@ def recipe_text(
     lines = [*header, f"model: {_yaml_scalar(model_name)}"]
     if len(model_info.tasks) > 1:
         other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
-        lines.append(f"# Other tasks of this family: {other_tasks}")
+        lines += _comment_lines(f"Other tasks of this family: {other_tasks}")
     lines += [
         f"task: {model_info.task}",
-        f"# Sample format: {task_spec(model_info.task).row_example}",
+        *_comment_lines(f"Sample format: {task_spec(model_info.task).row_example}"),
         "data:    # test is only for scoring",
     ]
     for name in (n for n in get_args(SplitName) if n in splits):
@@ -347,11 +347,13 @@ def _header_comments(
     if not named_files:
         comments += ["Set your files under data, then:"]
     for comment in comments:
-        yield from textwrap.wrap(
-            comment, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
-        )
+        yield from _comment_lines(comment)
     yield f"# `smelt plan {path}` checks it; add `--limit 64` to a run for a quick test;"
     yield "# `smelt stages NAME` describes a stage and its settings."
+
+
+def _comment_lines(text: str) -> list[str]:
+    return textwrap.wrap(text, 78, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _machine_text(machine: MachineInfo) -> str:

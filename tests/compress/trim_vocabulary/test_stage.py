@@ -314,7 +314,7 @@ def test_factorized_output_layer_keeps_rows_of_kept_tokens(tmp_path):
 def test_tokens_of_words_are_kept(tmp_path):
     """A word is tokenized with the space before it, also the first of a text."""
     source = taggers.write_model(tmp_path / "m", "roberta")
-    rows = [{"tokens": [word], "tags": ["O"]} for word in ("dogs", "grass", "river", "sonne")]
+    rows = [{"tokens": [text], "tags": ["O"]} for text in ("dogs", "grass", "river", "sonne")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     split = read_split("rows.jsonl", taggers.TASK, Columns(), tmp_path)
     ctx = harness.run_stage(

@@ -37,7 +37,7 @@ def test_readme_example_of_seqeval():
     assert (report["MISC"]["f1"], report["PER"]["f1"]) == (0, 100)
 
 
-def test_values_equal_those_of_seqeval():
+def test_values_equal_seqeval():
     lengths = [random.Random(1).randint(1, 12) for _ in range(300)]
     gold, predicted = random_tags(lengths, 2), random_tags(lengths, 3)
     predicted = [p if i % 3 else g for i, (p, g) in enumerate(zip(predicted, gold, strict=True))]
@@ -71,7 +71,7 @@ def test_values_of_single_sentences():
     assert ENTITY_F1.example_values(np.zeros((1, 3))).tolist() == [100]  # neither has an entity
 
 
-def test_changed_values_are_those_of_one_more_or_one_less_entity():
+def test_changed_values_have_one_more_or_one_less_entity():
     rows = np.asarray([[2, 3, 4]], dtype=float)
     expected = [100 * 2 * h / (p + 4) for h, p in ((3, 3), (2, 4), (1, 2), (2, 2))]
     assert sorted(ENTITY_F1.changed_values(rows)) == pytest.approx(sorted(expected))

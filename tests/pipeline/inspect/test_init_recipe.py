@@ -16,7 +16,7 @@ from smelt.pipeline.inspect.init_recipe import MachineInfo, _yaml_scalar, init_r
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
-from tests.support.models import causal, embedders, init_models, masked, tiny
+from tests.support.models import causal, embedders, init_models, masked, taggers, tiny
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def _data(folder, task):
                 "text-classification": tiny.write_labeled,
                 "text-generation": causal.write_prompts,
                 embedders.TASK: embedders.write_rows,
+                taggers.TASK: taggers.write_entities,
             }
             write = others.get(task, tiny.write_pairs)
             write(folder / f"my-{split}.jsonl", 8)
@@ -63,7 +64,7 @@ def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
-    recovers = [] if task == "text-classification" else ["distill"]  # so few rows give a classifier nothing
+    recovers = [] if task in ("text-classification", taggers.TASK) else ["distill"]  # so few rows give a classifier nothing
     assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert {*message_codes(plan.warnings)} <= {"few-test-rows", "test-rows-in-other-split"}

@@ -75,8 +75,8 @@ def steps_of(folder: Path) -> dict[str, dict]:
     return {step["name"]: step for step in json.loads((folder / "report.json").read_text())["steps"]}
 
 
-def entities(found):
-    return [[(e["entity_group"], e["word"], e["start"], e["end"]) for e in row] for row in found]
+def entities(results):
+    return [[(e["entity_group"], e["word"], e["start"], e["end"]) for e in row] for row in results]
 
 
 def test_every_step_finds_entities(home):
@@ -102,11 +102,11 @@ def test_exported_model_finds_entities_of_pipeline(home):
     assert list(map(len, expected)) == [3, 1, 0, 2]
     for step in ("tuned", "onnx-fp32"):
         with smelt.load(home / "run" / "artifacts" / step) as model:
-            found = model.tag(TEXTS)
-        assert [[(e.entity_group, e.start, e.end) for e in row] for row in found] == expected
+            results = model.tag(TEXTS)
+        assert [[(e.entity_group, e.start, e.end) for e in row] for row in results] == expected
     result = harness.smelt("predict", home / "run" / "artifacts" / "onnx-fp32", "--json", *TEXTS)
     assert entities(json.loads(line)["entities"] for line in result.output.splitlines()) == [
-        [(e.entity_group, e.word, e.start, e.end) for e in row] for row in found
+        [(e.entity_group, e.word, e.start, e.end) for e in row] for row in results
     ]
 
 
@@ -152,8 +152,8 @@ def test_package_finds_the_same_entities(home, package):
     with smelt.load(home / "run" / "artifacts" / "onnx-int8") as model, pytest.warns():
         expected = model.tag(texts)
     served = PackagedModel(package, taggers.TASK, threads=1)
-    found = served.answer([served.read(text) for text in texts])
-    assert entities(found) == [[(e.entity_group, e.word, e.start, e.end) for e in row] for row in expected]
+    results = served.answer([served.read(text) for text in texts])
+    assert entities(results) == [[(e.entity_group, e.word, e.start, e.end) for e in row] for row in expected]
     assert served.cut == 1
     command = [sys.executable, package / "infer.py", TEXTS[0]]
     line = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -50,7 +50,7 @@ def write_model(folder: Path, family: str = "bert", tags: tuple[str, ...] = TAGS
 def write_rows(path: Path) -> Path:
     """Write a row for each sentence, with the tag of each of its words."""
     rows = [
-        {"tokens": s.split(), "tags": [TAG_OF_WORD.get(word, "O") for word in s.split()]} for s in SENTENCES
+        {"tokens": s.split(), "tags": [TAG_OF_WORD.get(name, "O") for name in s.split()]} for s in SENTENCES
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

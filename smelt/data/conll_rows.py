@@ -7,7 +7,7 @@ their first character that have another number of columns, or `=`. In CoNLL-U th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from smelt.data.json_rows import data_suffix, open_text, read_lines
 CONLLU_SUFFIX = ".conllu"
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2", CONLLU_SUFFIX)
 _CONLLU_COLUMNS = ("id", "form", "lemma", "upos", "xpos", "feats", "head", "deprel", "deps", "misc")
+
+
+class LineValues(list[str]):
+    """The values of a column in one sentence, with the line of each."""
+
+    def __init__(self, values: Iterable[str], lines: Sequence[int]) -> None:
+        super().__init__(values)
+        self.lines = tuple(lines)
 
 
 def read_conll_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -33,14 +41,14 @@ def read_conll_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     width = len(_CONLLU_COLUMNS) if is_conllu else _count_columns(path)
     names = _CONLLU_COLUMNS if is_conllu else tuple(f"column_{n}" for n in range(1, width + 1))
     words: list[Sequence[str]] = []
-    first_line = 0
+    lines: list[int] = []
     with open_text(path, newline="") as stream:
         for number, line in enumerate(read_lines(path, stream), start=1):
             fields = _split_line(line)
             if not fields:
                 if words:
-                    yield f"{path}:{first_line}", _as_row(words, names, is_conllu)
-                words = []
+                    yield f"{path}:{lines[0]}", _as_row(words, lines, names, is_conllu)
+                words, lines = [], []
                 continue
             if _is_skipped(fields, width, is_conllu):
                 continue
@@ -51,10 +59,10 @@ def read_conll_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     f" and its tag, separated by blanks or a tab. Got: {line.strip()[:80]!r}.",
                     code="conll-column-count",
                 ).with_location(location)
-            first_line = first_line if words else number
             words.append(fields)
+            lines.append(number)
     if words:
-        yield f"{path}:{first_line}", _as_row(words, names, is_conllu)
+        yield f"{path}:{lines[0]}", _as_row(words, lines, names, is_conllu)
 
 
 def _split_line(line: str) -> list[str]:
@@ -62,7 +70,9 @@ def _split_line(line: str) -> list[str]:
     text = line.rstrip("\r\n")
     if not text.strip():
         return []
-    return text.split("\t") if "\t" in text else [field for field in text.split(" ") if field]
+    if "\t" in text:
+        return [field.strip() for field in text.split("\t")]
+    return [field for part in text.split(" ") if (field := part.strip())]
 
 
 def _is_skipped(fields: Sequence[str], width: int, is_conllu: bool) -> bool:
@@ -95,7 +105,10 @@ def _count_columns(path: Path) -> int:
     return 0  # only comments: a file without samples
 
 
-def _as_row(words: Sequence[Sequence[str]], names: Sequence[str], is_conllu: bool) -> dict[str, Any]:
-    columns = dict(zip(names, map(list, zip(*words, strict=True)), strict=True))
+def _as_row(
+    words: Sequence[Sequence[str]], lines: Sequence[int], names: Sequence[str], is_conllu: bool
+) -> dict[str, Any]:
+    values = (LineValues(column, lines) for column in zip(*words, strict=True))
+    columns = dict(zip(names, values, strict=True))
     first, last = ("form", "upos") if is_conllu else (names[0], names[-1])
     return {"tokens": columns[first], "tags": columns[last], **columns}

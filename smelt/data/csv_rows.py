@@ -191,7 +191,7 @@ def _long_fields_allowed() -> Iterator[None]:
 
 RowIterator = Iterator[tuple[str, Mapping[str, Any]]]
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-_TABLE_SUFFIXES = (".csv", ".tsv")
+TABLE_SUFFIXES = (".csv", ".tsv")
 
 
 def read_file_rows(path: Path) -> RowIterator:
@@ -203,7 +203,7 @@ def read_file_rows(path: Path) -> RowIterator:
     kind = data_suffix(path)
     if kind == ".parquet":
         return _flatten_translation(_read_parquet(path))
-    if kind in _TABLE_SUFFIXES:
+    if kind in TABLE_SUFFIXES:
         return read_csv_rows(path)
     if kind in _JSON_LINES_SUFFIXES:
         return _flatten_translation(_read_json_lines(path))

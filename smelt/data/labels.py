@@ -303,9 +303,10 @@ def _first_location(examples: Sequence[Example], wrong: list[int], origin: str) 
 
 def _other_locations(examples: Sequence[Example], wrong: list[int]) -> str:
     """Return a sentence with the positions of the other wrong samples, "" if there are none."""
-    unit, numbers = _line_numbers(examples, wrong[1:_MAX_LISTED])
-    omitted = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
-    return f" Also {unit} {', '.join(map(str, numbers))}{omitted}." if numbers else ""
+    unit, numbers = _line_numbers(examples, wrong)
+    others = list(dict.fromkeys(numbers))[1:]  # a line may have several wrong tags
+    omitted = f" and {len(others) - _MAX_LISTED + 1} more" if len(others) >= _MAX_LISTED else ""
+    return f" Also {unit} {', '.join(map(str, others[: _MAX_LISTED - 1]))}{omitted}." if others else ""
 
 
 def _line_numbers(examples: Sequence[Example], places: Sequence[int]) -> tuple[str, list[int]]:

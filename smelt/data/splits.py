@@ -134,6 +134,8 @@ class Example:
     words: of a sample that is split into words; its text is the words joined with spaces. Empty: the words of
     the text are `smelt.data.tags.split_words`.
 
+    word_lines: the line of each word, of files with a line for each; no part of the content either.
+
     choices: of a sample of text generation, texts of which `references[0]` is the right one; `answer`: its
     index. Empty for a sample without choices.
     line: its line in the file, None if the file has no lines or several samples in this one; row: its
@@ -148,6 +150,7 @@ class Example:
     choices: tuple[str, ...] = ()
     answer: int | None = None
     words: tuple[str, ...] = ()
+    word_lines: tuple[int, ...] = field(default=(), compare=False)
     line: int | None = field(default=None, compare=False)
     row: int | None = field(default=None, compare=False)
     layout: PromptLayout | None = field(default=None, compare=False)

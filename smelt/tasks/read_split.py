@@ -6,7 +6,9 @@ sample per line. Unlabeled samples are those on which a student learns its teach
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,23 +99,54 @@ def _parse_examples(
     """
     parsed: list[Example] = []
     errors: list[InputError] = []
+    names: set[str] = set()  # of the columns of the rows before
     try:
         for number, (location, row) in enumerate(rows, start=1):
             try:
                 example = _parse_example(row, location, spec, columns, targets_optional)
                 parsed.append(replace(example, row=number))
+                names.update(row)
             except MissingColumnError as error:
                 raise (
-                    missing_columns_error(row, location, spec.required_roles(row, columns), columns) or error
+                    _incomplete_row_error(row, location, spec, columns, names | _later_names(rows))
+                    or missing_columns_error(row, location, spec.required_roles(row, columns), columns)
+                    or error
                 ).with_location(location) from error
             except InputError as error:
-                errors.append(error.with_location(location))
+                errors.append(error if error.line else error.with_location(location))
     except InputError as error:  # the file itself is invalid here
         errors.append(error)
     if errors:
         raise _combined_errors(errors)
     spec.check_examples(parsed, columns)
     return tuple(parsed)
+
+
+_ROWS_TO_COMPARE = 100
+
+
+def _later_names(rows: RowIterator) -> set[str]:
+    """Return the names of the columns of the next rows."""
+    names: set[str] = set()
+    with suppress(InputError):  # the missing column is reported first
+        for _, row in itertools.islice(rows, _ROWS_TO_COMPARE):
+            names.update(row)
+    return names
+
+
+def _incomplete_row_error(
+    row: Mapping[str, Any], location: str, spec: TaskSpec, columns: Columns, names: set[str]
+) -> MissingColumnError | None:
+    """Return the error about a row without columns that other rows have; None if these lack them too."""
+    missing = [n for role in spec.required_roles(row, columns) if (n := getattr(columns, role)) not in row]
+    if not missing or not names.issuperset(missing):
+        return None
+    missing_names = ", ".join(f"'{name}'" for name in missing)
+    return MissingColumnError(
+        f"{location}: this row lacks {missing_names}, which other rows of the file have. Complete or remove"
+        " the row.",
+        code="missing-column",
+    )
 
 
 def _parse_example(

@@ -7,11 +7,15 @@ have the label -100. Words beyond the model's limit get the tag `O`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
-from smelt.data.csv_rows import ClassIndices
+from smelt.data.conll_rows import LineValues
+from smelt.data.csv_rows import TABLE_SUFFIXES, ClassIndices
 from smelt.data.examples import missing_column, nonempty_text, reject_surrogates
+from smelt.data.json_rows import data_suffix
 from smelt.data.labels import class_names, class_targets, label_as_int
 from smelt.data.splits import Columns, Example, Split
 from smelt.data.tags import OUTSIDE, tags_of_entities, word_lists
@@ -67,7 +71,8 @@ class TokenClassification(TaskSpec):
                 f" '{columns.tags}'. Each word needs one tag.",
                 code="tag-count-mismatch",
             )
-        return Example(" ".join(words), label=tags, words=words)
+        lines = _word_lines(row[columns.tokens])
+        return Example(" ".join(words), label=tags, words=words, word_lines=lines)
 
     def required_roles(self, row: Mapping[str, Any], columns: Columns) -> tuple[str, ...]:
         """Return the columns of words, or those of a text with entities if the row has a text."""
@@ -78,12 +83,11 @@ class TokenClassification(TaskSpec):
         """Return an example for each different tag, the first with it."""
         first: dict[tuple[type, Any], Example] = {}
         for example in examples:
-            for tag in example.label if isinstance(example.label, tuple) else ():
+            for index, tag in enumerate(example.label if isinstance(example.label, tuple) else ()):
                 key = (type(tag), tag)
                 if key not in first:
-                    first[key] = Example(
-                        example.text, label=tag, line=example.line, row=example.row, words=example.words
-                    )
+                    line = example.word_lines[index] if example.word_lines else example.line
+                    first[key] = replace(example, label=tag, line=line)
         return tuple(first.values())
 
     def head_names(self, names: Sequence[str]) -> list[str]:
@@ -193,14 +197,15 @@ def tag_classes(examples: Sequence[Example], names: Sequence[str], origin: str) 
     ]
 
 
-def _parse_words(value: Any, location: str, column: str) -> tuple[str, ...]:
+def _parse_words(value: Any, row_location: str, column: str) -> tuple[str, ...]:
     """Return the words of a sample.
 
     Raises:
         InputError: it is not a list of texts, or a word is empty.
     """
-    items = _as_list(value, location, column, '["Ada", "codes"]')
+    items = _as_list(value, row_location, column, '["Ada", "codes"]')
     for number, item in enumerate(items, 1):
+        location = _word_location(value, number, row_location)
         if not isinstance(item, str):
             raise InputError(
                 f"{location}: column '{column}': word {number} is {repr(item)[:80]}, expected text.",
@@ -210,19 +215,20 @@ def _parse_words(value: Any, location: str, column: str) -> tuple[str, ...]:
             raise InputError(
                 f"{location}: column '{column}': word {number} is empty. Remove it and its tag.",
                 code="empty-word",
-            )
+            ).with_location(location)
         reject_surrogates(item, location, column)
     return tuple(items)
 
 
-def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]:
+def _parse_tags(value: Any, row_location: str, column: str) -> tuple[int | str, ...]:
     """Return the tags of a sample: names, or numbers without names in the data.
 
     Raises:
         InputError: it is not a list of names or integers, or a name is empty.
     """
-    items = _as_list(value, location, column, '["B-PER", "O"]')
+    items = _as_list(value, row_location, column, '["B-PER", "O"]')
     for number, item in enumerate(items, 1):
+        location = _word_location(value, number, row_location)
         if isinstance(item, bool) or not isinstance(item, str | int):
             raise InputError(
                 f"{location}: column '{column}': tag {number} is {repr(item)[:80]}, expected a name such as"
@@ -235,17 +241,36 @@ def _parse_tags(value: Any, location: str, column: str) -> tuple[int | str, ...]
                     f"{location}: column '{column}': tag {number} is empty. A word without entity has the tag"
                     " O.",
                     code="empty-label",
-                )
+                ).with_location(location)
             reject_surrogates(item, location, column)
     if isinstance(value, ClassIndices) and all(0 <= item < len(value.names) for item in value):
         return tuple(value.names[item] for item in value)
     return tuple(items)
 
 
+def _word_lines(value: Any) -> tuple[int, ...]:
+    return value.lines if isinstance(value, LineValues) else ()
+
+
+def _word_location(value: Any, number: int, row_location: str) -> str:
+    """Return the position of word `number`, from 1: its line, else that of the row."""
+    lines = _word_lines(value)
+    return f"{row_location.rpartition(':')[0]}:{lines[number - 1]}" if lines else row_location
+
+
+def _table_hint(location: str) -> str:
+    """Return a hint for files whose values cannot be lists; "" for others."""
+    suffix = data_suffix(Path(location.rpartition(":")[0]))
+    if suffix not in TABLE_SUFFIXES:
+        return ""
+    return f" A {suffix} file cannot hold lists: write JSON lines (.jsonl), or sentences in columns (.conll)."
+
+
 def _as_list(value: Any, location: str, column: str, example: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise InputError(
-            f"{location}: column '{column}' must be a list, such as {example}, got {repr(value)[:80]}.",
+            f"{location}: column '{column}' must be a list, such as {example}, got {repr(value)[:80]}."
+            f"{_table_hint(location)}",
             code="wrong-column-type",
         )
     if not value:
@@ -268,7 +293,8 @@ def _parse_entities(value: Any, location: str, column: str) -> list[tuple[int, i
         if not isinstance(value, list) or not are_integers or not isinstance(label, str) or not label.strip():
             raise InputError(
                 f"{location}: column '{column}': entity {number} is {repr(item)[:80]}; expected"
-                ' {"start": 0, "end": 3, "label": "PER"}, with characters of the text, end exclusive.',
+                ' {"start": 0, "end": 3, "label": "PER"}, with characters of the text, end exclusive.'
+                f"{_table_hint(location)}",
                 code="wrong-column-type",
             )
         reject_surrogates(label, location, column)

@@ -40,6 +40,11 @@ def test_words_may_have_spaces_where_columns_are_separated_by_tabs(tmp_path):
     assert row["tokens"] == ["New York", "!"]
 
 
+def test_blanks_around_fields_are_removed(tmp_path):
+    [(_, row)] = rows(tmp_path, "Ada \tB-PER \nis\tO\u00a0\n")
+    assert (row["tokens"], row["tags"]) == (["Ada", "is"], ["B-PER", "O"])
+
+
 def test_comments_are_skipped(tmp_path):
     text = "# a file\n# id 1 domain=x\nEU X Y O\n# sent = 2 z\nin X Y O\n"
     [(line, row)] = rows(tmp_path, text)

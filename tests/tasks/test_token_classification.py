@@ -1,6 +1,7 @@
 """Samples of token classification: rows, the words' labels at their first tokens, and results."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -130,6 +131,45 @@ def test_unknown_tag_is_named_by_line(tmp_path):
     with raises_code("unknown-label") as error:
         tag_classes(split.examples, TAGS, split.origin)
     assert error.value.line == 2
+
+
+def test_wrong_tag_of_conll_file_is_named_by_the_line_of_its_word(tmp_path):
+    (tmp_path / "a.conll").write_text("a O\n\n# id = 1\na O\nb O\nc B-XX\nd B-YY\n")
+    split = read_split("a.conll", TASK.name, Columns(), tmp_path)
+    with raises_code("unknown-label") as error:
+        tag_classes(split.examples, TAGS, split.origin)
+    assert (error.value.file, error.value.line) == ("a.conll", 6)
+    (tmp_path / "b.conll").write_text("a\tO\nb\t \n")
+    with raises_code("empty-label") as error:
+        read_split("b.conll", TASK.name, Columns(), tmp_path)
+    assert error.value.line == 2
+
+
+def test_line_with_several_wrong_tags_is_listed_once(tmp_path):
+    split = read(
+        tmp_path, {"tokens": ["a", "b", "c"], "tags": ["X", "Y", "Z"]}, {"tokens": ["a"], "tags": ["W"]}
+    )
+    with raises_code("unknown-label") as error:
+        tag_classes(split.examples, TAGS, split.origin)
+    numbers = re.findall(r"\d+", str(error.value).rpartition("Also")[2])
+    assert numbers == ["2"]
+
+
+@pytest.mark.parametrize("good_first", [True, False])
+def test_row_without_entities_among_rows_with_them_is_incomplete(tmp_path, good_first):
+    rows = [{"text": "a", "entities": []}, {"text": "b"}]
+    with raises_code("missing-column") as error:
+        read(tmp_path, *rows[:: 1 if good_first else -1])
+    assert error.value.line == (2 if good_first else 1)
+    assert "NAME" not in str(error.value)  # the names of the columns are right
+
+
+@pytest.mark.parametrize("columns", ["tokens,tags", "text,entities"])
+def test_table_cannot_hold_lists(tmp_path, columns):
+    (tmp_path / "a.csv").write_text(f"{columns}\na b,O O\n")
+    with raises_code("wrong-column-type") as error:
+        read_split("a.csv", TASK.name, Columns(), tmp_path)
+    assert {".csv", ".jsonl"} <= set(re.findall(r"\.\w+", str(error.value).partition(":2:")[2]))
 
 
 def test_numbers_are_indices_of_the_tags_of_the_model(tmp_path):

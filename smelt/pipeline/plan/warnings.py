@@ -15,6 +15,7 @@ from smelt.core.files import load_json
 from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels
 from smelt.data.splits import Example, Split
+from smelt.data.tags import OUTSIDE
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import WINDOW_METRICS, scores_agreement_alone
 from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
@@ -61,6 +62,8 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
             messages += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
     if recipe.traits.classifies:
         messages += _label_spelling_warnings(splits)
+    if recipe.task == "token-classification":
+        messages += _outside_tag_warnings(splits)
     for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
         messages += _unbalanced_quote_warnings(split, name)
     return messages
@@ -253,6 +256,22 @@ def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
             )
         )
     return messages
+
+
+def _outside_tag_warnings(splits: Mapping[str, Split]) -> list[Message]:
+    """Return a warning if no tag is `O`, but one differs from it only in case or blanks."""
+    labels = (e.label for split in splits.values() for e in split.examples if isinstance(e.label, tuple))
+    tags = {tag for label in labels for tag in label}
+    similar = [tag for tag in tags if str(tag).strip().casefold() == OUTSIDE.casefold()]
+    if OUTSIDE in tags or not similar:
+        return []
+    return [
+        warning(
+            "no-outside-tag",
+            f"No tag is {OUTSIDE!r}, but one is {sorted(map(str, similar))[0]!r}: it is read as a type of"
+            f" entity. Write {OUTSIDE} for words without entity.",
+        )
+    ]
 
 
 def _counts_text(group: Mapping[str, int]) -> str:

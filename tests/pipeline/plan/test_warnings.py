@@ -151,6 +151,16 @@ def test_short_lines_of_running_text_are_not_copies():
     assert re.findall(r"\d+", warning.message) == ["1", "2", "80"]  # copies, rows, characters
 
 
+@pytest.mark.parametrize(("tags", "warns"), [
+    (("o", "B-PER"), True), (("O ", "B-PER"), True), (("o", "O"), False), (("NOUN", "VERB"), False),
+    ((0, 1), False),
+])  # fmt: skip
+def test_tag_like_outside_is_reported_if_no_tag_is_outside(tags, warns):
+    test = Split("f", (Example("a b", label=tags, words=("a", "b")),) * ROWS)
+    codes = [message.code for message in _said({"test": test}, "token-classification")]
+    assert ("no-outside-tag" in codes) is warns
+
+
 def test_labels_differing_in_case_or_blanks_are_counted():
     labels = ["positive"] * 100 + ["Positive"] * 3 + [" positive"] + ["negative"] * 10
     test = Split("f", tuple(Example(f"{i}", label=label) for i, label in enumerate(labels)))

@@ -34,7 +34,7 @@ TASK_CLASSES = {
     "image-classification": "ImageClassifier",
 }
 IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"
-MASKS = "masked-language-modeling"
+MASKS, WORDS = "masked-language-modeling", "token-classification"
 # a white image of one pixel, for the first call of an image model
 WHITE_PIXEL_PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
@@ -73,10 +73,13 @@ class PackagedModel:
             except binascii.Error as error:
                 raise ValueError(f"expected an image file in base64: {error}") from None
         pair = isinstance(value, list) and len(value) == 2 and self.task == PAIRS
-        texts = value if pair else [value]
+        words = isinstance(value, list) and self.task == WORDS
+        texts = value if pair or words else [value]
         if not all(isinstance(text, str) for text in texts):
-            pairs = " or a list of two" if self.task == PAIRS else ""
-            raise ValueError(f"expected a text{pairs}, got {describe_value(value)}")
+            lists = {PAIRS: " or a list of two", WORDS: " or a list of its words"}.get(self.task, "")
+            raise ValueError(f"expected a text{lists}, got {describe_value(value)}")
+        if words and not all(text.strip() for text in texts):
+            raise ValueError("a word is empty. Remove it")
         try:
             "".join(texts).encode()
         except UnicodeEncodeError:

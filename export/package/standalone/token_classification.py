@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def tagged_spans(tags: list[str], spans: bool) -> list[tuple[int, int, str]]:
 
 
 class Tagger:
-    """Tagger(folder)(texts) -> the entities of each text. Thread-safe; `threads` is per call.
+    """Tagger(folder)(texts) -> the entities of each text, or of each list of words. Thread-safe.
+
+    `threads` is per call. The text of a list of words is the words joined with spaces.
 
     An entity is a dict: `entity_group` (its type), `word` (its text), `start` and `end` (characters, end
     exclusive), `score` (the mean probability of its words). `cut` counts truncated texts.
@@ -65,20 +68,30 @@ class Tagger:
         self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
         self.inputs = {value.name for value in self.graph.get_inputs()}
 
-    def __call__(self, texts: Iterable[str], batch_size: int = 32) -> list[list[dict[str, Any]]]:
+    def __call__(
+        self, texts: Iterable[str | Sequence[str]], batch_size: int = 32
+    ) -> list[list[dict[str, Any]]]:
         """Return the entities of each text, in their order."""
-        texts = list(texts)
-        offsets = [[span for _, span in self.splitter.pre_tokenize_str(text)] for text in texts]
-        encoded = [self.encode(text, spans) for text, spans in zip(texts, offsets, strict=True)]
-        answers: list[list[dict[str, Any]]] = [[] for _ in texts]
+        items = [(item, self.word_offsets(item)) for item in texts]
+        joined = [item if isinstance(item, str) else " ".join(item) for item, _ in items]
+        offsets = [spans for _, spans in items]
+        encoded = [self.encode(text, spans) for text, spans in zip(joined, offsets, strict=True)]
+        answers: list[list[dict[str, Any]]] = [[] for _ in joined]
         rows = [list(encoding.ids) for encoding in encoded]
         for indices, ids, mask in length_batches(rows, self.settings["pad"], batch_size):
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
             logits = self.graph.run(["logits"], feeds)[0]
             for i, text_logits in zip(indices, logits, strict=True):
-                answers[i] = self.entities(texts[i], offsets[i], encoded[i].word_ids, text_logits)
+                answers[i] = self.entities(joined[i], offsets[i], encoded[i].word_ids, text_logits)
         return answers
+
+    def word_offsets(self, item: str | Sequence[str]) -> list[tuple[int, int]]:
+        """Return start and end of the words of a text, or of words joined with spaces."""
+        if isinstance(item, str):
+            return [span for _, span in self.splitter.pre_tokenize_str(item)]
+        ends = list(itertools.accumulate(len(name) + 1 for name in item))
+        return [(end - len(name) - 1, end - 1) for name, end in zip(item, ends, strict=True)]
 
     def encode(self, text: str, offsets: list[tuple[int, int]]) -> Any:
         """Return the tokens of the words of `text`."""

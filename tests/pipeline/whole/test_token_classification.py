@@ -148,7 +148,8 @@ def test_eval_scores_the_same_on_words(home):
 
 
 def test_package_finds_the_same_entities(home, package):
-    texts = [*TEXTS, "", "Ada \u6771\u4eac Rome", "Ada " * 60]
+    words = ["in", "New York", "Ada", "it", "rains"]
+    texts = [*TEXTS, "", "Ada \u6771\u4eac Rome", "Ada " * 60, words, ["Grace"], []]
     with smelt.load(home / "run" / "artifacts" / "onnx-int8") as model, pytest.warns():
         expected = model.tag(texts)
     served = PackagedModel(package, taggers.TASK, threads=1)
@@ -158,8 +159,9 @@ def test_package_finds_the_same_entities(home, package):
     command = [sys.executable, package / "infer.py", TEXTS[0]]
     line = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert line == harness.smelt("predict", home / "run" / "artifacts" / "onnx-int8", TEXTS[0]).output
-    with pytest.raises(ValueError):  # noqa: PT011 - the service answers 422 to any
-        served.read(["a", "b"])
+    for value in (["a", 1], ["a", " "], ["a", "\ud800"], {}):
+        with pytest.raises(ValueError):  # noqa: PT011 - the service answers 422 to any
+            served.read(value)
 
 
 def test_encoder_gets_head_for_the_tags_of_the_data(tmp_path):

@@ -25,6 +25,7 @@ from smelt.data.labels import (
     regression_targets,
 )
 from smelt.data.splits import Example, Split
+from smelt.data.tags import TagScheme
 from smelt.evaluate.metrics.entities import TagSamples, count_entities
 from smelt.evaluate.metrics.metric import (
     ComparedVectors,
@@ -131,10 +132,10 @@ def class_scores(
 
 
 def entity_scores(
-    predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], spans: bool
+    predicted: Sequence[Sequence[str]], gold: Sequence[Sequence[str]], scheme: TagScheme
 ) -> list[dict[str, Any]]:
     """Return the scores by type of entity, as `class_scores`; arguments as of `score_tags`."""
-    counts = count_entities(TagSamples("", predicted, gold, spans))
+    counts = count_entities(TagSamples("", predicted, gold, scheme))
     return class_scores(counts.hits, counts.predicted, counts.present, counts.types)
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
+from smelt.data.tags import TagScheme
 from smelt.evaluate.metrics.entities import TagSamples
 from smelt.evaluate.metrics.metric import (
     ChoiceSamples,
@@ -314,7 +315,7 @@ def score_tags(
     metrics: Sequence[str],
     predicted: Sequence[Sequence[str]],
     gold: Sequence[Sequence[str]],
-    spans: bool = True,
+    scheme: TagScheme = TagScheme(),  # noqa: B008 - immutable
 ) -> dict[str, MetricScore]:
     """Score the tags of words, and the entities that they mark. Intervals and tests resample sentences.
 
@@ -322,7 +323,7 @@ def score_tags(
         metrics: names of metrics of tags; the result has their order.
         predicted: for each sentence the tag of each word.
         gold: likewise.
-        spans: whether the tags mark spans of words (see `smelt.data.tags.has_spans`).
+        scheme: how the tags are read.
 
     Raises:
         InputError: an unknown metric, no sentences, or lengths that differ.
@@ -336,7 +337,7 @@ def score_tags(
                 code="count-mismatch",
             )
     return score_metrics(
-        metrics, TagSamples(json_hash([list(tags) for tags in gold]), predicted, gold, spans)
+        metrics, TagSamples(json_hash([list(tags) for tags in gold]), predicted, gold, scheme)
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.data.tags import Span, read_spans
+from smelt.data.tags import Span, TagScheme, read_spans
 from smelt.evaluate.metrics.metric import (
     BOOTSTRAP_SIGNATURE,
     Array,
@@ -32,11 +32,11 @@ from smelt.evaluate.metrics.metric import (
 
 @dataclass(frozen=True)
 class TagSamples(Samples):
-    """The predicted and gold tags of the words of n sentences; spans: see `smelt.data.tags.has_spans`."""
+    """The predicted and gold tags of the words of n sentences."""
 
     predicted: Sequence[Sequence[str]]
     gold: Sequence[Sequence[str]]
-    spans: bool = True
+    scheme: TagScheme = TagScheme()  # noqa: RUF009 - immutable
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def count_entities(samples: TagSamples) -> EntityCounts:
 def _span_pairs(samples: TagSamples) -> list[tuple[set[Span], set[Span]]]:
     """Return the predicted and the gold entities of each sentence."""
     return [
-        (set(read_spans(predicted, samples.spans)), set(read_spans(gold, samples.spans)))
+        (set(read_spans(predicted, samples.scheme)), set(read_spans(gold, samples.scheme)))
         for predicted, gold in zip(samples.predicted, samples.gold, strict=True)
     ]
 

@@ -4,7 +4,9 @@ A tag is `O` (no entity), a type with a prefix (`B-PER`), or a type alone. The p
 IOB2 (B, I), IOBES (also E, S) and BILOU (also L for E, U for S). A sequence is read leniently, as the script
 `conlleval` of CoNLL-2000 and seqeval's default mode do: a span also begins at an I-, where the tag before it
 is `O`, of another type, or ends a span. Types alone are read as I- if `O` is one of the model's tags;
-otherwise, as for parts of speech, each word is a span of its own.
+otherwise, as for parts of speech, each word is a span of its own. So that the type E-MAIL is not read as an
+end of MAIL, E and S are prefixes only in a set of tags where a type with one of them also has B or I; so are L
+and U.
 """
 
 from __future__ import annotations
@@ -71,25 +73,36 @@ def word_lists(examples: Sequence[Example]) -> list[list[str]]:
     return [[item.text for item in example_words(example)] for example in examples]
 
 
-def has_spans(names: Collection[str]) -> bool:
-    """Return whether the tags `names` mark spans of several words, not each word, as parts of speech do."""
-    return OUTSIDE in names or any(_PREFIXED.fullmatch(name) for name in names)
+class TagScheme(NamedTuple):
+    """How tags are read. prefixes: the letters that are prefixes.
+
+    joins: whether a tag without prefix continues the span before it, as I- does, and is no span of its own.
+    """
+
+    prefixes: str = "BIESLU"
+    joins: bool = True
 
 
-def tag_type(tag: str) -> str:
-    """Return the type of a tag, without its prefix; "" for `O`."""
-    match = _PREFIXED.fullmatch(tag)
-    return match[2] if match else "" if tag == OUTSIDE else tag
+def tag_scheme(names: Collection[str]) -> TagScheme:
+    """Return how the tags of a model with the classes `names` are read."""
+    pairs = {(match[1], match[2]) for name in names if (match := _PREFIXED.fullmatch(name))}
+    types = {label for prefix, label in pairs if prefix in "BI"}
+    shown = {prefix for prefix, label in pairs if label in types}
+    prefixes = "BI" + "".join(letters for letters in ("ES", "LU") if shown.intersection(letters))
+    return TagScheme(prefixes, OUTSIDE in names or bool(types))
 
 
-def read_spans(tags: Sequence[str], spans: bool = True) -> list[Span]:
-    """Return the entities that `tags` mark, in order; spans: see `has_spans`."""
+def read_spans(tags: Sequence[str], scheme: TagScheme = TagScheme()) -> list[Span]:  # noqa: B008 - immutable
+    """Return the entities that `tags` mark, in order."""
     entities: list[Span] = []
     ends_before, type_before = True, ""
     for index, tag in enumerate(tags):
         match = _PREFIXED.fullmatch(tag)
-        prefix, label = (match[1], match[2]) if match else ("I" if spans else "S", tag_type(tag))
-        if not label:
+        if match and match[1] in scheme.prefixes:
+            prefix, label = match[1], match[2]
+        else:
+            prefix, label = "I" if scheme.joins else "S", tag
+        if tag == OUTSIDE:
             ends_before, type_before = True, ""
             continue
         if ends_before or prefix in "BSU" or label != type_before:

@@ -16,7 +16,7 @@ from smelt.core.errors import InputError
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.data.labels import class_names
 from smelt.data.splits import Example
-from smelt.data.tags import OUTSIDE, example_words, has_spans, read_spans, word_lists
+from smelt.data.tags import OUTSIDE, TagScheme, example_words, read_spans, tag_scheme, word_lists
 from smelt.generation.backend import check_finite_outputs
 from smelt.generation.prompt_batches import OnTruncate
 from smelt.generation.runner import Runner
@@ -106,15 +106,15 @@ def find_entities(
     on_truncate: OnTruncate | None = None,
 ) -> list[list[Entity]]:
     """Return the entities of each example, in order; arguments and errors as of `tag_words`."""
-    spans = has_spans(class_names(runner.config))
+    scheme = tag_scheme(class_names(runner.config))
     tagged = tag_words(runner, examples, batch_size, on_truncate=on_truncate)
-    return [_entities(example, tags, spans) for example, tags in zip(examples, tagged, strict=True)]
+    return [_entities(example, tags, scheme) for example, tags in zip(examples, tagged, strict=True)]
 
 
-def _entities(example: Example, tagged: WordTags, spans: bool) -> list[Entity]:
+def _entities(example: Example, tagged: WordTags, scheme: TagScheme) -> list[Entity]:
     words = example_words(example)
     entities = []
-    for first, end, label in read_spans(tagged.tags, spans):
+    for first, end, label in read_spans(tagged.tags, scheme):
         begin, stop = words[first].start, words[end - 1].end
         score = float(np.mean(tagged.scores[first:end]))
         entities.append(Entity(label, score, example.text[begin:stop], begin, stop))

@@ -7,7 +7,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 from seqeval.scheme import BILOU, Entities
 
 from smelt.data.splits import Example
-from smelt.data.tags import example_words, has_spans, read_spans, split_words, tags_of_entities
+from smelt.data.tags import example_words, read_spans, split_words, tag_scheme, tags_of_entities
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick
@@ -45,10 +45,24 @@ def test_spans_of_schemes(tags, expected):
 
 
 def test_each_part_of_speech_is_a_span():
-    assert spans("NOUN NOUN VERB", spans=False) == [(0, 1, "NOUN"), (1, 2, "NOUN"), (2, 3, "VERB")]
-    assert not has_spans({"NOUN", "VERB"})
-    assert has_spans({"EMAIL", "O"})
-    assert has_spans({"B-A", "I-A"})
+    scheme = tag_scheme({"NOUN", "VERB"})
+    assert spans("NOUN NOUN VERB", scheme=scheme) == [(0, 1, "NOUN"), (1, 2, "NOUN"), (2, 3, "VERB")]
+    assert tag_scheme({"EMAIL", "O"}).joins
+    assert tag_scheme({"B-A", "I-A"}).joins
+
+
+@pytest.mark.parametrize(("names", "prefixes"), [
+    ("O NAME E-MAIL", "BI"), ("O U-BOAT S-BAHN L-X", "BI"), ("E-MAIL NAME", "BI"),
+    ("O B-E-MAIL I-E-MAIL", "BI"), ("O B-A I-A E-MAIL", "BI"),
+    ("O B-A I-A E-A S-A", "BIES"), ("O B-A E-A S-B", "BIES"), ("O B-A I-A L-A U-B", "BILU"),
+])  # fmt: skip
+def test_prefix_of_ends_is_read_where_a_type_also_has_a_begin(names, prefixes):
+    assert tag_scheme(names.split()).prefixes == prefixes
+
+
+def test_types_that_look_prefixed_are_types():
+    scheme = tag_scheme(["O", "NAME", "E-MAIL"])
+    assert spans("E-MAIL E-MAIL O NAME", scheme=scheme) == [(0, 2, "E-MAIL"), (3, 4, "NAME")]
 
 
 def test_words_are_split_as_by_bert_and_at_characters_without_spaces():

@@ -29,13 +29,24 @@ def word_splitter() -> Any:
     return tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.BertPreTokenizer(), unspaced])
 
 
-def tagged_spans(tags: list[str], spans: bool) -> list[tuple[int, int, str]]:
-    """Return the first word, the end and the type of each entity; spans: tags without prefix mark spans."""
+def tag_prefixes(labels: list[str]) -> str:
+    """Return the prefixes of tags: E and S, L and U only if a type has one and B or I."""
+    pairs = {(match[1], match[2]) for label in labels if (match := PREFIXED.fullmatch(label))}
+    types = {label for prefix, label in pairs if prefix in "BI"}
+    shown = {prefix for prefix, label in pairs if label in types}
+    return "BI" * bool(types) + "".join(letters for letters in ("ES", "LU") if shown.intersection(letters))
+
+
+def tagged_spans(tags: list[str], prefixes: str, joins: bool) -> list[tuple[int, int, str]]:
+    """Return the first word, the end and the type of each entity; joins: a tag without prefix is as I-."""
     entities: list[tuple[int, int, str]] = []
     ends_before, label_before = True, ""
     for index, tag in enumerate(tags):
         match = PREFIXED.fullmatch(tag)
-        prefix, label = (match[1], match[2]) if match else ("I" if spans else "S", tag)
+        if match and match[1] in prefixes:
+            prefix, label = match[1], match[2]
+        else:
+            prefix, label = "I" if joins else "S", tag
         if tag == OUTSIDE:
             ends_before, label_before = True, ""
             continue
@@ -59,7 +70,8 @@ class Tagger:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.labels, self.settings, self.cut = config["labels"], config["tokenizer"], 0
-        self.spans = OUTSIDE in self.labels or any(PREFIXED.fullmatch(name) for name in self.labels)
+        self.prefixes = tag_prefixes(self.labels)
+        self.joins = OUTSIDE in self.labels or bool(self.prefixes)
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         if self.settings["limit"] is not None:
             side = self.settings["truncation_side"]
@@ -125,7 +137,7 @@ class Tagger:
                 "start": offsets[first][0],
                 "end": offsets[end - 1][1],
             }
-            for first, end, label in tagged_spans(tags, self.spans)
+            for first, end, label in tagged_spans(tags, self.prefixes, self.joins)
         ]
 
 

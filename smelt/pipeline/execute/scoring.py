@@ -17,7 +17,7 @@ from smelt.core.store import Store
 from smelt.core.system import package_versions
 from smelt.data.labels import REGRESSION, check_labels, class_names, problem_type
 from smelt.data.splits import Split, input_texts
-from smelt.data.tags import has_spans
+from smelt.data.tags import tag_scheme
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.label_quality import class_counts, gold_outputs, score_classifier
 from smelt.evaluate.metrics.metric import ChoiceSamples, MetricSettingValues, ResponseSamples
@@ -362,12 +362,12 @@ class Scorer:
         gold = [[names[index] for index in row] for row in classes]
         predicted = [tagged.tags for tagged in tag_words(runner, split.examples, self.batch_size, progress)]
         builtin_metrics = [name for name in self.metrics if not is_custom_metric(name)]
-        scores = score_tags(builtin_metrics, predicted, gold, has_spans(names))
+        scores = score_tags(builtin_metrics, predicted, gold, tag_scheme(names))
         scores |= self._own_scores(predicted, gold, [e.text for e in split.examples], split)
         return {
             **_split_scores({name: scores[name] for name in self.metrics if name in scores}),
             "predictions": predicted,
-            "classes": entity_scores(predicted, gold, has_spans(names)),
+            "classes": entity_scores(predicted, gold, tag_scheme(names)),
         }
 
     def _score_agreement(

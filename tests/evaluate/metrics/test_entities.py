@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import seqeval.metrics as reference
 
+from smelt.data.tags import TagScheme
 from smelt.evaluate.label_quality import entity_scores
 from smelt.evaluate.metrics.entities import ENTITY_F1
 from smelt.evaluate.metrics.registry import DEFAULT_METRICS
@@ -33,7 +34,7 @@ def test_readme_example_of_seqeval():
     scores = score_tags(METRICS, PREDICTED, GOLD)
     assert scores["entity_f1"].value == pytest.approx(50)
     assert scores["tag_accuracy"].value == pytest.approx(80)
-    report = {row["label"]: row for row in entity_scores(PREDICTED, GOLD, True)}
+    report = {row["label"]: row for row in entity_scores(PREDICTED, GOLD, TagScheme())}
     assert (report["MISC"]["f1"], report["PER"]["f1"]) == (0, 100)
 
 
@@ -47,7 +48,7 @@ def test_values_equal_seqeval():
         assert scores[f"entity_{name}"].value == pytest.approx(expected)
     assert scores["tag_accuracy"].value == pytest.approx(100 * reference.accuracy_score(gold, predicted))
     by_type = reference.classification_report(gold, predicted, output_dict=True)
-    for row in entity_scores(predicted, gold, True):
+    for row in entity_scores(predicted, gold, TagScheme()):
         expected = by_type[row["label"]]
         assert (row["n"], row["f1"] / 100) == (expected["support"], pytest.approx(expected["f1-score"]))
 

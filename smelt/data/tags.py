@@ -4,9 +4,8 @@ A tag is `O` (no entity), a type with a prefix (`B-PER`), or a type alone. The p
 IOB2 (B, I), IOBES (also E, S) and BILOU (also L for E, U for S). A sequence is read leniently, as the script
 `conlleval` of CoNLL-2000 and seqeval's default mode do: a span also begins at an I-, where the tag before it
 is `O`, of another type, or ends a span. Types alone are read as I- if `O` is one of the model's tags;
-otherwise, as for parts of speech, each word is a span of its own. So that the type E-MAIL is not read as an
-end of MAIL, E and S are prefixes only in a set of tags where a type with one of them also has B or I; so are L
-and U.
+otherwise, as for parts of speech, each word is a span of its own. E and S are prefixes only if a type of the
+set of tags has one of them, and B or I too; likewise L and U. So E-MAIL with NAME and `O` is a type.
 """
 
 from __future__ import annotations

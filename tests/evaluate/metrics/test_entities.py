@@ -87,7 +87,7 @@ def test_no_entities_score_0_and_chance_is_the_most_frequent_tag():
 
 def test_f1_of_parts_of_speech_is_the_accuracy():
     predicted, gold = [["NOUN", "NOUN", "VERB"], ["DET"]], [["NOUN", "ADJ", "VERB"], ["DET"]]
-    scores = score_tags(METRICS, predicted, gold, spans=False)
+    scores = score_tags(METRICS, predicted, gold, scheme=TagScheme(joins=False))
     assert scores["entity_f1"].value == scores["tag_accuracy"].value == 75
 
 

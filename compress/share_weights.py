@@ -103,7 +103,7 @@ class ShareWeights(Stage[ShareWeightsSettings]):
     decomposition, and its own bias to the shared matrix; training then updates both.
 
         - share-weights: {targets: [ffn], exclude_first_and_last: true}
-        - share-weights: {targets: [layers, embeddings], groups: 3, pattern: cycle-reversed}
+        - share-weights: {targets: [layers, embeddings], groups: 3, pattern: cycle}
         - share-weights: {init_from: mean, low_rank_delta: {rank: 16}}
         - distill: {epochs: 1}
     """

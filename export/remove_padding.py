@@ -75,8 +75,8 @@ def remove_padding_in_file(path: Path) -> int:
 def remove_padding(model: Any) -> int:
     """Gather the real tokens of an encoder's graph, in place; return how many products read them.
 
-    Graphs without an `attention_mask` of the shape of `input_ids` are not changed, nor are operators
-    for which the shapes in the file do not show that they compute each token by itself.
+    Graphs without an `attention_mask` of the shape of `input_ids`, int64, 0 or 1, are not changed, nor are
+    operators for which the shapes in the file do not show that they compute each token by itself.
 
     Args:
         model: onnx.ModelProto; external weights need not be loaded.
@@ -96,6 +96,8 @@ class _Shapes:
     """The shapes in a graph's file: which values have one entry per token, and which are constant."""
 
     def __init__(self, graph: Any) -> None:
+        from onnx import TensorProto
+
         values = (*graph.value_info, *graph.input, *graph.output)
         self._dims = {value.name: list(value.type.tensor_type.shape.dim) for value in values}
         self._constant_dims = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
@@ -106,10 +108,11 @@ class _Shapes:
         for node in graph.node:
             if all(name in self._constants for name in node_inputs(node)):
                 self._constants.update(node.output)
-        names = {value.name for value in graph.input}
-        self._axes = [dim.dim_param for dim in self._dims.get(_MASK, ())] if _MASK in names else []
-        tokens = [dim.dim_param for dim in self._dims.get("input_ids", ())] if "input_ids" in names else []
-        self.has_mask = len(self._axes) == 2 and all(self._axes) and tokens == self._axes
+        types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self._axes = [dim.dim_param for dim in self._dims.get(_MASK, ())] if _MASK in types else []
+        tokens = [dim.dim_param for dim in self._dims.get("input_ids", ())] if "input_ids" in types else []
+        is_int64 = types.get(_MASK) == TensorProto.INT64
+        self.has_mask = is_int64 and len(self._axes) == 2 and all(self._axes) and tokens == self._axes
 
     def width(self, name: str) -> int:
         """Return W of a value [B, L, W]; 0 if it has another shape."""

@@ -5,7 +5,7 @@ neurons are then pruned to the budget (`heads_and_neurons`). So all candidates c
 compared by their loss on samples (labeled, or windows of text) that are used for nothing else. The search
 starts at heads and neurons alone. A step removes one more layer of a stack, the one with the smallest loss
 without it, or another eighth of the channels, the least important ones. The step with the smallest loss is
-taken if it reduces the loss significantly (paired over the samples, 95 %), until none does or all heads and
+taken if it reduces the loss significantly (paired t-test over the samples), until none does or all heads and
 neurons are within the budget. If heads and neurons alone cannot meet it, the search starts at the candidates
 of the fewest steps that can.
 
@@ -71,7 +71,8 @@ _WIDTH_STEPS = 8
 _SPENT = 0.9
 # Samples for the loss without a layer, as `drop-layers` has by default.
 _LAYER_SAMPLES = 128
-_Z = 1.96  # of a two-sided 95 % interval
+# A smaller shape is taken by chance in so many of the rounds at most, all candidates of a round together.
+_CHANCE = 0.025
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class _ShapeSearch:
                 candidate = self._prune(shape)
                 if candidate is not None and (nearest is None or candidate.loss < nearest.loss):
                     nearest = candidate
-            if nearest is not None and (best is None or self._is_better(nearest, best)):
+            if nearest is not None and (best is None or self._is_better(nearest, best, len(shapes))):
                 best = nearest
                 shapes = [] if best.keeps_all else self._smaller_shapes([best.shape])
             else:
@@ -176,12 +177,21 @@ class _ShapeSearch:
             raise self._too_small_error(self._least_cost)
         return best
 
-    def _is_better(self, candidate: _Candidate, best: _Candidate) -> bool:
-        """Return whether the loss of `candidate` is smaller for other samples, too (paired z-test)."""
+    def _is_better(self, candidate: _Candidate, best: _Candidate, num_candidates: int) -> bool:
+        """Return whether the loss of `candidate`, the best of `num_candidates`, is smaller significantly.
+
+        A paired t-test over the samples that are held back, corrected for the candidates (Bonferroni).
+        """
+        from scipy.stats import t
+
+        count = len(self._rows)
+        if count < 2:
+            return False
         differences = candidate.losses - best.losses
         mean = np.average(differences, weights=self._weights)
-        error = np.linalg.norm(self._weights * (differences - mean)) / self._weights.sum()
-        return bool(mean < -_Z * error)
+        spread = np.linalg.norm(self._weights * (differences - mean)) / self._weights.sum()
+        quantile = t.ppf(1 - _CHANCE / num_candidates, count - 1)
+        return bool(mean < -quantile * spread * np.sqrt(count / (count - 1)))
 
     def _smaller_shapes(self, shapes: Iterable[_Shape]) -> list[_Shape]:
         """Return the shapes that are one step smaller than any of `shapes`, each once."""

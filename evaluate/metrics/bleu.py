@@ -62,9 +62,12 @@ class Bleu(SacrebleuMetric):
         return _combine(rows, effective_order=True)
 
     def parts(self, rows: Rows) -> dict[str, float]:
-        """Return the smoothed precisions in percent, the brevity penalty, and the lengths in tokens."""
+        """Return the smoothed precisions in percent, the brevity penalty, and the lengths in tokens.
+
+        The precisions are 0 if no word matches, as sacrebleu's.
+        """
         sums = np.asarray(rows, dtype=np.float64).sum(0, keepdims=True)
-        precisions = _precisions(sums)[0]
+        precisions = _precisions(sums)[0] * bool(sums[0, 2:6].any())
         return {f"precision_{order}": float(p) for order, p in enumerate(precisions, start=1)} | {
             "brevity_penalty": float(_brevity_penalty(sums)[0]),
             "hypothesis_length": float(sums[0, 0]),

@@ -224,7 +224,7 @@ def check_exported_graphs(subject: ExportedModel, reference: TorchReference) -> 
 
 
 def _check_exactly(subject: ExportedModel, reference: TorchReference) -> DifferencesByGraph:
-    """Compare the graphs, on their own constants in float32, with the dequantized parent, padding included."""
+    """Compare the graphs, on their constants in float32, with the dequantized parent, padding included."""
     reference = replace(reference, by_text=False)
     exact_reference = run_exact(subject.model, reference)
     _require_unchanged(subject, reference, exact_reference)

@@ -151,9 +151,10 @@ class TorchReference:
     """The parent's outputs for a batch (a `Batch`, or an `ImageBatch`), as deployed.
 
     logits: float32 [B, C] (for an embedder the vectors, [B, D]; for a head of tokens [tokens, C], without
-    padding), or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], the decoder's input; None for an encoder. encoder_states: float32 [B, L, D], an
-    encoder's states, else None. exact_states: as logits, with dequantized weights, before the model was
-    prepared for the export. by_text: whether each text was computed alone (`single_texts`).
+    padding), or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], the decoder's input; None for an
+    encoder. encoder_states: float32 [B, L, D], an encoder's states, else None. exact_states: as logits, with
+    dequantized weights, before the model was prepared for the export. by_text: whether each text was computed
+    alone (`single_texts`).
     """
 
     batch: Any

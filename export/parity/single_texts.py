@@ -1,4 +1,4 @@
-"""Runs each text of a batch alone, to compare graphs with ranges of activations that are computed at run time.
+"""Runs each text of a batch alone, to compare graphs whose ranges of activations are computed at run time.
 
 Such a range is of all tokens of a batch: in torch with padding, in an encoder for `ort-cpu` without
 (`smelt.export.remove_padding`). A text alone has no padding in either.

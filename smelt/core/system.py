@@ -155,13 +155,20 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def package_problem(package: str, oldest: str) -> str | None:
-    """Return the problem if `package` is not installed at release `oldest` or later, else None."""
+def installed_version(package: str) -> str | None:
+    """Return the release of an installed package; None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        installed = version(package)
+        return version(package)
     except PackageNotFoundError:
+        return None
+
+
+def package_problem(package: str, oldest: str) -> str | None:
+    """Return the problem if `package` is not installed at release `oldest` or later, else None."""
+    installed = installed_version(package)
+    if installed is None:
         return f"{package} {oldest} or later is needed, but it is not installed"
     if _release_number(installed) < _release_number(oldest):
         return f"{package} {oldest} or later is needed, but {installed} is installed"
@@ -175,15 +182,8 @@ def install_command(package: str, oldest: str) -> str:
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
     """Return the versions of those packages in `names` that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: installed_version(name) for name in names}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def require_package(package: str, oldest: str, feature: str) -> None:

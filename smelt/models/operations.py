@@ -7,12 +7,12 @@ are zero count like others.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,11 +32,13 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
     """Return the multiply-adds of one forward pass for one input; nothing is computed.
 
     Args:
-        model: float, in eval mode; it may be on the meta device.
+        model: float, in eval mode; it is not changed.
         size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
             image height and width.
     """
-    device = next(model.parameters()).device
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, device = _copy_on_meta(model), "meta"
     counter: Any = FlopCounterMode(display=False)
     # fused attention is not counted on a CPU; transformers' masks need no values of fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), counter:
@@ -48,6 +50,14 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
             options = options if model.config.is_encoder_decoder else {}
             model(ids, **options, **({"use_cache": False} if model.can_generate() else {}))
     return int(counter.get_total_flops()) // 2
+
+
+def _copy_on_meta(model: Any) -> Any:
+    """Return a copy without weights: some modules keep tensors of a forward pass, here fake ones."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo | {id(b): b.to("meta") for b in model.buffers()})
 
 
 def count_model_operations(folder: Path, size: tuple[int, int]) -> int:

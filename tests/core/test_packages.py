@@ -10,15 +10,7 @@ from tests.support.expected_errors import raises_code
 def installed(monkeypatch):
     """Let `thing` be installed at a release."""
 
-    def at_release(release):
-        def version(name):
-            if release is None:
-                raise system.PackageNotFoundError(name)
-            return release
-
-        monkeypatch.setattr(system, "version", version)
-
-    return at_release
+    return lambda release: monkeypatch.setattr(system, "installed_version", lambda name: release)
 
 
 @pytest.mark.parametrize("release", ["0.48", "0.48.0", "0.50.2", "1.0", "0.48.0.dev0"])

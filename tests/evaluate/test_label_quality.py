@@ -50,8 +50,9 @@ LOGITS = rng.normal(0, 2, (60, 5)) + 3 * GOLD
 POOR_LOGITS = -LOGITS
 CLASSES = {"id2label": {"0": "no", "1": "yes"}}
 CLASS_ROWS = Split("rows", (Example("a", label="no"), Example("b", label="yes")))
+ERRORS = ("mse", "loss")
 REGRESSION_METRICS = METRICS_BY_PROBLEM["regression"]
-SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m != "cross_entropy"]
+SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m not in ("cross_entropy", "loss")]
 
 
 def sets(indicators):
@@ -71,7 +72,7 @@ def sklearn_sets(metric, gold, guess):
 
 
 def reference_number(metric, gold, guess):
-    if metric == "mse":
+    if metric in ERRORS:
         return mean_squared_error(gold, guess)
     return 100 * (pearsonr if metric == "pearson" else spearmanr)(gold, guess).statistic
 
@@ -95,7 +96,7 @@ def test_set_metrics_equal_sklearn_on_all_rows_and_on_resamples(metric):
 def test_number_metrics_equal_scipy_and_sklearn_on_all_rows_and_on_resamples(metric):
     score = score_regression([metric], NEAR.tolist(), NUMBERS.tolist())[metric]
     assert score.value == pytest.approx(reference_number(metric, NUMBERS, NEAR))
-    assert score.higher_is_better == (metric != "mse")
+    assert score.higher_is_better == (metric not in ERRORS)
     resampled = significance._resampled_values(score.statistics)
     assert resampled[:30] == pytest.approx(
         [reference_number(metric, NUMBERS[i], NEAR[i]) for i in draws(60, 30)]
@@ -116,7 +117,7 @@ def test_better_prediction_has_significant_difference(metric):
     assert result["p_value"] < 0.05
     self_comparison = compare_steps(better_score.statistics, better_score.statistics)
     assert (self_comparison["difference"], self_comparison["p_value"]) == (0.0, 1.0)
-    assert (self_comparison["ci95"] is None) == (metric == "mse")  # which has no range
+    assert (self_comparison["ci95"] is None) == (metric in ERRORS)  # which has no range
 
 
 @pytest.mark.parametrize("metric", SKLEARN_SET_METRICS)

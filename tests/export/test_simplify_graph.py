@@ -212,7 +212,7 @@ def test_onnxsim_receives_graph_without_large_weights(outside, tmp_path, monkeyp
 
     monkeypatch.setattr(onnxsim, "simplify", observed)
     model = onnx.load(path)
-    first = model.graph.node[0].input[0]
+    first = next(name for node in model.graph.node for name in node.input)
     insert_after_value(model, first, -1, "Identity")
     graph_files.write_graph(model, path)
     nodes, weights = len(model.graph.node), external_locations(onnx.load(path, load_external_data=False))

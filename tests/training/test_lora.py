@@ -305,7 +305,7 @@ def test_unsupported_layers_and_families_are_rejected_for_lora(tmp_path, coded):
 
 
 def test_outdated_peft_is_rejected(monkeypatch, tmp_path):
-    monkeypatch.setattr(system, "version", lambda name: "0.17.9")
+    monkeypatch.setattr(system, "installed_version", lambda name: "0.17.9")
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))
     with raises_code("not-installed", MissingDependencyError) as caught:
         LoraAdapters(model, LoraSettings())

@@ -19,6 +19,7 @@ REFERENCES = [
 PREDICTIONS = {
     "near": ["a man runs in a park", "two dogs play with the ball", "a cat sleeps on the sofa"],
     "short": ["a man", "two dogs", "the cat sleeps"],
+    "no match": ["qq ww", "qq ww", "qq ww"],
     "no 4-gram": ["the park a man", "dogs two ball red", "warm cat sofa today the"],
 }
 

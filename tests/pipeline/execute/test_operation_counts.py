@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from smelt.models.checkpoint import load_model
 from smelt.models.operations import count_operations
 from tests.support import harness
-from tests.support.models import tiny
+from tests.support.models import every_family, tiny
 
 RECIPE = """
 model: m
@@ -57,6 +57,18 @@ def test_steps_have_operations_of_float_model_at_mean_length(run):
     assert {name: steps[name]["operations"] for name in expected} == expected
     assert expected["prune"] < expected["model"]
     assert steps["quantize"]["operations"] == steps["onnx"]["operations"] == expected["prune"]
+
+
+def test_model_is_not_changed_by_counting():
+    """M2M100 extends its table of positions in a forward pass that is longer than it."""
+    model, _ = load_model(every_family.model_with_layers("m2m_100", 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+    tables = [module.weights for module in model.modules() if hasattr(module, "weights")]
+    assert tables
+    assert count_operations(model, (500, 7)) > count_operations(model, (5, 7))
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    assert [module.weights for module in model.modules() if hasattr(module, "weights")] == tables
 
 
 def test_gate_on_operations_fails_above_maximum(run):

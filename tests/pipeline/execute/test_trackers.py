@@ -42,10 +42,7 @@ def write_recipe(folder, names):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", TRACKERS)
 def test_missing_tracker_package_is_plan_error(tmp_path, monkeypatch, name):
-    def missing(package):
-        raise system.PackageNotFoundError
-
-    monkeypatch.setattr(system, "version", missing)
+    monkeypatch.setattr(system, "installed_version", lambda package: None)
     error = command_error(harness.smelt("plan", write_recipe(tmp_path, [name]), code=2))
     packages, oldest = TRACKER_PACKAGES[name]
     assert (error.code, error.line) == ("not-installed", 4)
@@ -215,7 +212,7 @@ def test_failing_trackers_warn_without_stopping_run(tmp_path, monkeypatch):
     fails = {"mlflow": "__init__", "wandb": "log", "swanlab": "summarize", "tensorboard": "finish"}
     for name in TRACKERS:
         monkeypatch.setitem(TRACKERS, name, stand_in(name, fails.get(name)))
-    monkeypatch.setattr(system, "version", lambda package: "99.0")
+    monkeypatch.setattr(system, "installed_version", lambda package: "99.0")
     recipe, out = write_recipe(tmp_path, TRACKERS), tmp_path / "run"
     harness.smelt("run", recipe, "--out", out, "--until", "taught", code=0)
     report = load_json(out / "report.json")

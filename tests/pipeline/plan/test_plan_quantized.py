@@ -159,7 +159,7 @@ def test_adapters_may_follow_quantize(translator: Path) -> None:
 def test_outdated_package_is_reported_by_step_that_needs_it(
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str
 ) -> None:
-    monkeypatch.setattr(system, "version", lambda name: "0.17.1")
+    monkeypatch.setattr(system, "installed_version", lambda name: "0.17.1")
     with raises_code("step-unavailable", MissingDependencyError) as excinfo:
         plan(translator, stages).require_runnable()
     message = str(excinfo.value)
@@ -168,7 +168,7 @@ def test_outdated_package_is_reported_by_step_that_needs_it(
 
 
 def test_other_schemes_need_no_package(translator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "version", lambda name: "0.1")
+    monkeypatch.setattr(system, "installed_version", lambda name: "0.1")
     plan(translator, "[quantize: {scheme: int4}]").require_runnable()
 
 

@@ -16,7 +16,7 @@ pytest_plugins = ["tests.support.standins.invalid_recipes"]
 
 # by the name of a step: the stage, the code of its error, and what is named in it
 AT_WORK = {
-    "heads": ("prune: {budget: {parameters: 0.001}, calibration_samples: 4}", "budget-too-small",
+    "heads": ("prune: {budget: {flops: 0.001}, calibration_samples: 4}", "budget-too-small",
         ("0.001", "0.")),
     "ranks": ("factorize: {parameter_budget: 0.00001, optimize_for: size, calibration_samples: 4}",
         "budget-too-small", ("rank 1", "0.")),
@@ -55,8 +55,10 @@ def test_runtime_errors_fail_only_their_step(home):
     ("quantize: {scheme: bnb-nf4}", "bitsandbytes", "0.41.0"),
 ])  # fmt: skip
 def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, package, there):
-    original_version = system.version
-    monkeypatch.setattr(system, "version", lambda name: there if name == package else original_version(name))
+    original = system.installed_version
+    monkeypatch.setattr(
+        system, "installed_version", lambda name: there if name == package else original(name)
+    )
     (home / "recipe.yaml").write_text(f"{RECIPE_HEAD}stages: [{{{stage}}}]\n")
     error = command_error(harness.smelt("run", home / "recipe.yaml", "--out", home / "run", code=2))
     assert error.code == "step-unavailable"

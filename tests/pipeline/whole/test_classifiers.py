@@ -88,7 +88,7 @@ def test_classifier_pipeline_reports_metrics_of_problem_type(chain):
         assert all(score["n"] == 8 for score in step["quality"].values())
     assert steps["onnx"]["against_baseline"].keys() == {*METRICS_BY_PROBLEM[problem], "own_classes:same"}
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
-        ["mse" if problem == REGRESSION else "cross_entropy"]
+        ["mse" if problem == REGRESSION else "cross_entropy", "loss"]
     )
     config = json.loads((folder / "run" / "artifacts" / "onnx" / "config.json").read_text())
     # where the model did not say what it is, the data did, and the artifacts say it from then on

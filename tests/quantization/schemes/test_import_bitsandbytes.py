@@ -23,7 +23,7 @@ def test_minimum_version_equals_that_of_the_extra():
 
 @SCHEMES
 def test_layer_without_the_package_is_refused_before_computing(monkeypatch, scheme):
-    monkeypatch.setattr(system, "version", lambda name: "0.40.1")
+    monkeypatch.setattr(system, "installed_version", lambda name: "0.40.1")
     with raises_code("not-installed", MissingDependencyError) as caught:
         quantize_module(nn.Linear(64, 8), scheme)
     assert all(part in str(caught.value) for part in (scheme, "0.48", "0.40.1"))

@@ -211,7 +211,8 @@ def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> i
     """Return the maximum input length that the model and its tokenizer, or an embedder's files, allow."""
     limits = [position_limit(config)]
     if folder is not None and task_traits(task).output == "embedding":
-        limits.append(read_sentence_rules(folder).max_length)
+        rules = read_sentence_rules(folder)
+        limits.append(rules.max_length if rules else None)
     elif folder is not None:
         with suppress(OSError, ValueError, AttributeError, RecursionError):  # the plan reports it
             limit = load_json(folder / "tokenizer_config.json").get("model_max_length")

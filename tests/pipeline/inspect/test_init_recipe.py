@@ -64,7 +64,8 @@ def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
-    recovers = [] if task in ("text-classification", taggers.TASK) else ["distill"]  # so few rows give a classifier nothing
+    classifies = task in ("text-classification", taggers.TASK)
+    recovers = [] if classifies else ["distill"]  # so few rows give a classifier nothing
     assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert {*message_codes(plan.warnings)} <= {"few-test-rows", "test-rows-in-other-split"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from smelt.models.quantization_config import (
     count_values_by_dtype,
     parse_quantization_config,
 )
-from smelt.models.text_rules import MODULES_FILE, position_limit, read_sentence_rules
+from smelt.models.text_rules import MODULES_FILE, NO_LIMIT, position_limit, read_sentence_rules
 from smelt.models.weight_files import has_weights
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
@@ -207,14 +208,16 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
 
 
 def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
-    """Return the model's maximum input length; for a sentence embedder also limited by its own files."""
-    rules = (
-        read_sentence_rules(folder)
-        if folder is not None and task_traits(task).output == "embedding"
-        else None
-    )
-    limits = [n for n in (position_limit(config), rules.max_length if rules else None) if n is not None]
-    return min(limits, default=None)
+    """Return the maximum input length that the model and its tokenizer, or an embedder's files, allow."""
+    limits = [position_limit(config)]
+    if folder is not None and task_traits(task).output == "embedding":
+        rules = read_sentence_rules(folder)
+        limits.append(rules.max_length if rules else None)
+    elif folder is not None:
+        with suppress(OSError, ValueError, AttributeError, RecursionError):  # the plan reports it
+            limit = load_json(folder / "tokenizer_config.json").get("model_max_length")
+            limits.append(int(limit) if isinstance(limit, int | float) and limit < NO_LIMIT else None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _config_from_hub(model: str) -> Path:

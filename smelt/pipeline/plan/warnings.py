@@ -62,7 +62,7 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
             messages += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
     if recipe.traits.classifies:
         messages += _label_spelling_warnings(splits)
-    if recipe.task == "token-classification":
+    if recipe.traits.output == "tags":
         messages += _outside_tag_warnings(splits)
     for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
         messages += _unbalanced_quote_warnings(split, name)

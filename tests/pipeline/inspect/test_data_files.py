@@ -11,7 +11,7 @@ from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.inspect.model_info import inspect_model
 from tests.support.expected_errors import raises_code
-from tests.support.models import embedders, init_models, masked, tiny
+from tests.support.models import embedders, init_models, masked, taggers, tiny
 from tests.support.pairs import matrix
 
 
@@ -36,6 +36,9 @@ def _row(task, index, label):
         return {"text": sentence, "label": label(index)}
     if task == embedders.TASK:
         return {"sentence1": sentence, "sentence2": sentence[::-1], "score": index / 7}
+    if task == taggers.TASK:
+        words = sentence.split()
+        return {"tokens": words, "tags": ["O", "B-NAME", *["O"] * (len(words) - 2)]}
     if task == "text-generation":
         return {"question": sentence, "answer": sentence[::-1]}
     if task in ("language-modeling", masked.TASK):
@@ -80,6 +83,8 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
     folder.mkdir()
     # every kind of file comes with every layout, not with every family
     kind = KINDS[(LAYOUTS.index(layout) + len(family)) % len(KINDS)]
+    if task == taggers.TASK and kind.endswith((".csv", ".tsv")):
+        kind = ".jsonl"  # tables cannot hold lists
     rows = [_row(task, row_number, lambda index: index % 2) for row_number in range(30)]
     files = [_write(folder / name, kind, rows) for name in layout]
     untrained = family == "bare" and "train" not in layout and layout != ("reviews",)
@@ -94,7 +99,7 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
     )
     assert "test" in plan.splits
     trains = [step.stage for step in plan.steps if step.trains]
-    if "calibration" in plan.splits and task == "text-classification":
+    if "calibration" in plan.splits and task in ("text-classification", taggers.TASK):
         assert not trains or family == "bare"  # few rows are not worth a distillation
     else:
         assert bool(trains) == ("train" in plan.splits)
@@ -161,7 +166,7 @@ def test_unplannable_data_are_rejected_before_writing(tmp_path, models):
 def test_embedder_max_tokens_is_its_truncation_length(tmp_path):
     assert inspect_model(str(embedders.write_embedder(tmp_path / "short", max_length=17))).max_tokens == 17
     assert inspect_model(str(embedders.write_embedder(tmp_path / "long"))).max_tokens == 32
-    assert inspect_model(str(tmp_path / "short"), "text-classification").max_tokens == 32
+    assert inspect_model(str(tmp_path / "short"), "text-classification").max_tokens == 17
 
 
 def test_inspected_model_facts_are_correct(models, tmp_path):
@@ -179,7 +184,13 @@ def test_inspected_model_facts_are_correct(models, tmp_path):
         stored,
     )
     assert info.max_tokens == 40
-    assert inspect_model(str(models["roberta"])).max_tokens == 512 - 2
+    assert inspect_model(str(models["roberta"])).max_tokens == 40  # the tokenizer's limit
+    short = tmp_path / "short"
+    shutil.copytree(models["roberta"], short)
+    settings = json.loads((short / "tokenizer_config.json").read_text())
+    for length, expected in ((60, 60), (1e30, 512 - 2), (None, 512 - 2)):
+        (short / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": length}))
+        assert inspect_model(str(short)).max_tokens == expected
     half = tmp_path / "half"
     model.half().save_pretrained(half)
     for name in ("source.spm", "target.spm", "vocab.json", "tokenizer_config.json"):

@@ -64,9 +64,8 @@ def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
-    recovers = (
-        [] if task in ("text-classification", taggers.TASK) else ["distill"]
-    )  # so few rows give a classifier nothing
+    classifies = task in ("text-classification", taggers.TASK)
+    recovers = [] if classifies else ["distill"]  # so few rows give a classifier nothing
     assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"
     assert {*message_codes(plan.warnings)} <= {"few-test-rows", "test-rows-in-other-split"}
@@ -272,7 +271,7 @@ def test_init_recipe_runs_unchanged(tmp_path, models, monkeypatch):
     steps = {step["name"]: step for step in result.report["steps"]}
     assert result.exit_code == 0, result.report
     assert {step["status"] for step in steps.values()} == {"done"}
-    assert steps["onnx-int8"]["size_bytes"] < steps["model"]["size_bytes"]
+    assert steps["onnx-int8"]["size_bytes"] < steps["small"]["size_bytes"]
 
 
 @pytest.mark.parametrize("kind", ["deberta-v2", "gemma3", "mt5", "llava"])

@@ -21,7 +21,7 @@ FAMILY_TASKS = [(f, task) for f, task in FAMILY_TASKS if FAMILIES[f].language_se
 
 
 def make_models() -> dict[str, Path]:
-    """Return model folders by family, `FAMILY-embedder`, -masked, -tagger, an mBART, and `bare`: no head."""
+    """Return models by name: families, `FAMILY-embedder`, `FAMILY-masked`, `FAMILY-tagger`, mBART, `bare`."""
     home = make_once("for-init", _write_models)
     return {folder.name: folder / "m" for folder in home.iterdir()}
 

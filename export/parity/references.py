@@ -203,7 +203,7 @@ def rerun_reference(runner: Any, reference: TorchReference) -> TorchReference:
 
 def run_as_deployed(runner: Any, batch: Batch | ImageBatch, by_text: bool = False) -> TorchReference:
     """Run the parent's runner on `batch`; a model that generates is decoded greedily for some steps."""
-    called = SingleTexts(runner) if by_text else runner
+    called: Any = SingleTexts(runner) if by_text else runner
     if isinstance(batch, ImageBatch) or not (
         is_causal(runner.config) or runner.config.get("is_encoder_decoder")
     ):

@@ -228,9 +228,10 @@ def test_killed_node_and_driver_lose_only_running_tasks(home, nodes, alone, tmp_
     (home / "held").unlink(missing_ok=True)
 
     report = run(home, tmp_path / "one" / "run", bucket, "--executor", nodes.address)
-    assert statuses(report) == {
-        "model": "cached", "finetune": "cached", "quantize": "cached", "prune": "done"
-    }  # fmt: skip
+    of_steps = statuses(report)
+    # a free node may have pruned the model while its scoring was held
+    assert of_steps.pop("prune") in ("done", "cached")
+    assert of_steps == {"model": "cached", "finetune": "cached", "quantize": "cached"}
     for name in ("quality", "size_bytes", "agreement", "parent", "parameters"):
         assert [step[name] for step in report["steps"]] == [step[name] for step in alone["steps"]], name
     artifacts = {

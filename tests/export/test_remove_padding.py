@@ -54,7 +54,7 @@ def test_int8_encoder_equals_torch_as_deployed(family, largest):
     assert details[exported.subject.graphs[0].name]["mean"] < largest
 
 
-def test_graph_whose_mask_is_no_int64_is_not_changed():
+def test_graph_with_int32_mask_is_not_changed():
     nodes = [helper.make_node("MatMul", ["embedded", "matrix"], ["states"])]
     model = make_graph(nodes, {"states": ["batch", "length", WIDTH]})
     model.graph.input[1].type.tensor_type.elem_type = TensorProto.INT32

@@ -145,7 +145,7 @@ def _incomplete_row_error(
     return MissingColumnError(
         f"{location}: this row lacks {missing_names}, which other rows of the file have. Complete or remove"
         " the row.",
-        code="missing-column",
+        code="partly-missing-column",
     )
 
 

@@ -96,7 +96,7 @@ def test_functions_bind_no_banned_names() -> None:
     ] == []
 
 
-def test_validators_of_settings_say_what_they_do() -> None:
+def test_names_of_validators_begin_with_check_convert_fill_or_mark() -> None:
     validator = re.compile(r"@(?:model|field)_validator\(.*\)\n(?:\s*@classmethod\n)?\s*def (\w+)")
     assert [
         f"{path.relative_to(ROOT)}: {name}"

@@ -87,7 +87,7 @@ def test_search_takes_best_step_and_result_equals_separate_stages(tmp_path, monk
 
 
 @pytest.mark.parametrize(("spread", "layers"), [(0.0, 1), (1.0, 3)])
-def test_smaller_shape_is_taken_if_samples_agree_that_it_is_better(spread, layers, tmp_path, monkeypatch):
+def test_smaller_shape_is_taken_if_loss_is_significantly_smaller(spread, layers, tmp_path, monkeypatch):
     """Each removed layer reduces the mean loss by 0.01; that of a sample changes by `spread`."""
     source, signs = every_family.model_with_layers("bert", 3), itertools.cycle((1, -1))
 

@@ -56,7 +56,7 @@ def test_changes_of_chain_sum_to_last_step(report):
     assert [waterfall_rows[5].changes[2].text, waterfall_rows[5].changes[2].is_better] == ["+0.70", False]
 
 
-def test_operations_have_a_panel_only_where_they_change(report):
+def test_waterfall_shows_operations_if_a_step_changes_them(report):
     for step in report["steps"]:
         step["operations"] = 2_000_000
     assert _waterfall(report).panels == [0, 1, 2]

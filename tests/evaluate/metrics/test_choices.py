@@ -10,7 +10,7 @@ from smelt.data.splits import Example, Split
 from smelt.evaluate.quality import score_choices
 from smelt.evaluate.significance import compare_steps
 from smelt.models.checkpoint import load_tokenizer
-from smelt.pipeline.execute import scoring
+from smelt.pipeline.execute.scores import text
 from smelt.runtimes.registry import open_runner
 from smelt.stage import no_progress
 from tests.support.expected_errors import raises_code
@@ -45,7 +45,7 @@ def test_scores_equal_lm_evaluation_harness(tmp_path, monkeypatch, family):
     )
     split = Split("x", tuple(map(_example, range(24))))
     with open_runner(tiny.as_artifact(tmp_path, "text-generation")) as runner:
-        scores = scoring.score_given_choices(("acc", "acc_norm"), runner, split, 8, no_progress)
+        scores = text.score_given_choices(("acc", "acc_norm"), runner, split, 8, no_progress)
     harness_losses, acc, acc_norm = HARNESS[family]
     assert -np.array(losses[:2]) == pytest.approx(np.array(harness_losses), abs=2e-4)
     assert scores["acc"].value == pytest.approx(100 * acc)
@@ -85,7 +85,7 @@ def test_prompt_and_choice_are_tokenized_like_harness(tmp_path, kind):
         patch.setattr(
             "smelt.evaluate.quality.score_choices", lambda metrics, choices, *_: losses.extend(choices) or {}
         )
-        scoring.score_given_choices(("acc",), runner, split, 8, no_progress)
+        text.score_given_choices(("acc",), runner, split, 8, no_progress)
     assert np.array(losses) == pytest.approx(np.array(expected), abs=1e-3)
 
 

@@ -39,7 +39,7 @@ TEXT_GRAPHS = SupportedArtifacts(
     tasks=frozenset(
         task
         for task in tasks_with(modality="text")
-        if task_traits(task).output not in ("masked-tokens", "tags")
+        if task_traits(task).output in ("text", "next-token", "labels", "embedding")
     ),
     hint="Add the step `- onnx: {target: ort-cpu}` to the recipe.",
 )

@@ -21,7 +21,6 @@ from smelt.core.artifact import Artifact, default_threads
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.system import package_versions
-from smelt.data.labels import class_names, problem_type
 from smelt.data.tasks import task_traits
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
@@ -296,22 +295,20 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     """
     config = read_json_object(artifact.path / "config.json")
     task = artifact.manifest.task
-    settings: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
-    notes: list[str] = []
+    spec, notes = task_spec(task), list[str]()
+    assert spec.package is not None  # of a task in `supported`
+    settings: dict[str, Any] = {
+        "task": task,
+        "class": spec.package.name,
+        "threads": default_threads(artifact.manifest),
+        **spec.package_settings(config, artifact.path),
+    }
     if task_traits(task).modality == "image":
-        return settings | {"images": image_settings(artifact)} | _class_settings(config), notes
+        settings["images"] = image_settings(artifact)
+        return settings, notes
     limit, tokenizer = _tokenizer_settings(artifact, config)
     settings["tokenizer"] = tokenizer
-    if task_traits(task).output == "labels":
-        settings |= _class_settings(config)
-    elif task_traits(task).output == "tags":
-        settings["labels"] = class_names(config)
-    elif task_traits(task).output == "embedding":
-        from smelt.models.families.registry import find_family
-
-        family = find_family(config)
-        settings["width"] = (family.hidden_size(config) or 0) if family else 0
-    elif task_traits(task).generates:
+    if task_traits(task).generates:
         settings["generation"], notes = _generation_settings(artifact, config, generation)
         if not config.get("is_encoder_decoder"):  # the requested number of new tokens limits a prompt
             settings["generation"]["limit"], tokenizer["limit"] = limit, None
@@ -320,10 +317,6 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         assert template is not None
         settings["prompt_template"] = asdict(template)
     return settings, notes
-
-
-def _class_settings(config: dict[str, Any]) -> dict[str, Any]:
-    return {"labels": class_names(config), "problem": problem_type(config)}
 
 
 def image_settings(artifact: Artifact) -> dict[str, Any]:
@@ -338,11 +331,9 @@ def image_settings(artifact: Artifact) -> dict[str, Any]:
 def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return the maximum number of tokens of a text, None for no limit, and the tokenizer settings."""
     from smelt.generation.prompt_batches import padding_token
-    from smelt.models.split_words import reads_spaces
     from smelt.models.text_rules import NO_LIMIT, max_input_length, read_text_rules
     from smelt.models.tokenizer import (
         CLEANUP_REPLACEMENTS,
-        TOKENIZER_FILE,
         open_tokenizer,
         read_tokenizer_info,
     )
@@ -361,11 +352,6 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
         "prefix": rules.prefix,
         "lower": rules.lower,
     }
-    if task_traits(artifact.manifest.task).output == "tags":
-        from tokenizers import Tokenizer
-
-        backend = Tokenizer.from_file(str(artifact.path / TOKENIZER_FILE))
-        task_fields["spaces_words"] = reads_spaces(backend)
     return limit, {**tokenizer_fields, "pad": pad, "limit": limit, **task_fields}
 
 

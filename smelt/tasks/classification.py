@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.data.labels import LABEL_SEPARATOR
+from smelt.data.labels import LABEL_SEPARATOR, class_names, problem_type
 from smelt.data.splits import Example
 from smelt.tasks.spec import TaskSpec
 
@@ -19,6 +20,10 @@ class Classification(TaskSpec):
     """A task whose samples have labels: a class, several classes or a number."""
 
     target_roles = ("label",)
+
+    def package_settings(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Return the names of the classes, and the problem type."""
+        return {"labels": class_names(config), "problem": problem_type(config)}
 
     def run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,13 @@ class SentenceSimilarity(TaskSpec):
                 code="missing-column",
             )
         return Example(nonempty_text(row, columns.text, location, "text"), text_pair=text_pair, label=score)
+
+    def package_settings(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Return the size of an embedding."""
+        from smelt.models.families.registry import find_family
+
+        family = find_family(config)
+        return {"width": (family.hidden_size(config) or 0) if family else 0}
 
     def check_examples(self, examples: Sequence[Example], columns: Columns) -> None:
         """Require that all samples have a second text or none, and the same for scores."""

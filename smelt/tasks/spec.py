@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.data.splits import Columns, Example, Split, input_texts
@@ -118,6 +119,15 @@ class TaskSpec:
             InputError: the labels cannot be names.
         """
         return list(names)
+
+    def package_settings(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Return what the class of a package reads from infer.json, besides tokenizer and generation.
+
+        Args:
+            config: config.json.
+            folder: the artifact's.
+        """
+        return {}
 
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a row of `text` with a target for the model of `config`; None if it cannot be text."""

@@ -104,6 +104,16 @@ class TokenClassification(TaskSpec):
             )
         return [name for name in names if name == OUTSIDE] + [name for name in names if name != OUTSIDE]
 
+    def package_settings(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Return the tags, and whether the tokenizer reads the space before a word."""
+        from tokenizers import Tokenizer
+
+        from smelt.models.split_words import reads_spaces
+        from smelt.models.tokenizer import TOKENIZER_FILE
+
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        return {"labels": class_names(config), "spaces_words": reads_spaces(tokenizer)}
+
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row of the words of `text`, each with the first tag of the model."""
         words = text.split()

@@ -19,6 +19,11 @@ def predict_class(logits: Any, labels: list[str], problem: str) -> tuple[Any, An
     return labels[odds.argmax()], dict(zip(labels, (odds / odds.sum()).tolist(), strict=True))
 
 
+def json_predictions(predictions: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """Return predictions as JSON values."""
+    return [{"label": label, "probabilities": probabilities} for label, probabilities in predictions]
+
+
 # Control characters in a label's name cannot move a terminal's cursor or end a line.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from smelt.export.package.standalone.batches import length_batches
 from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.json_values import read_text
 from smelt.export.package.standalone.session import open_graph, run_command_line
 from smelt.export.package.standalone.tokenizers_reader import Tokenizer
 
@@ -26,7 +27,13 @@ class MaskFiller:
         self.tokenizer, self.mask = Tokenizer(Path(folder), config["tokenizer"]), config["tokenizer"]["mask"]
         self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
         self.inputs = {value.name for value in self.graph.get_inputs()}
-        self.mask_token = self.tokenizer.inner.id_to_token(self.mask)
+        self.mask_token = self.first_input = self.tokenizer.inner.id_to_token(self.mask)
+
+    def from_json(self, value: Any) -> str:
+        """Return the text of a JSON value; raise ValueError if it is none, or has no mask token."""
+        text = read_text(value)
+        self.require_mask(text)
+        return text
 
     def require_mask(self, text: str) -> None:
         """Raise ValueError for a text without a mask token within the model's limit."""

@@ -23,13 +23,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from smelt.export.package.standalone.packaged_model import (
-    IMAGES,
-    Batcher,
-    PackagedModel,
-    QueueFullError,
-    describe_value,
-)
+from smelt.export.package.standalone.json_values import describe_value
+from smelt.export.package.standalone.packaged_model import Batcher, PackagedModel, QueueFullError
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -247,14 +242,14 @@ class InferenceService:
         """Return the inputs of the model. body: where the request's body is stored."""
         kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity")
-        image = kind.startswith("image/") and model.task == IMAGES
+        image = kind.startswith("image/") and model.read_image is not None
         if (kind != "application/json" and not image) or coding != "identity":
-            expected = "application/json or image/*" if model.task == IMAGES else "application/json"
+            expected = "application/json or image/*" if model.read_image else "application/json"
             content_type = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
             raise HTTPException(415, f"send Content-Type: {expected}; got {content_type}")
         await self.read_body(request, body)
-        if image:
-            return [await self.read("the body", model.image, bytes(body))]
+        if model.read_image is not None and image:
+            return [await self.read("the body", model.read_image, bytes(body))]
         try:
             content = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -273,7 +268,7 @@ class InferenceService:
     async def read(self, name: str, reader: Callable[[Any], Any], value: Any) -> Any:
         """Return the result of `reader` for an input; images are decoded in threads, `workers` at a time."""
         try:
-            if self.options.task != IMAGES:
+            if self.model is None or self.model.read_image is None:
                 return reader(value)
             return await asyncio.get_running_loop().run_in_executor(self.decoders, reader, value)
         except ValueError as error:

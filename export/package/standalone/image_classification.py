@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 import json
 import math
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from smelt.export.package.standalone.classes import predict_class, prediction_line
+from smelt.export.package.standalone.classes import json_predictions, predict_class, prediction_line
 from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.json_values import describe_value
 from smelt.export.package.standalone.session import open_graph, run_command_line
 
 IMAGE_FORMATS = (
@@ -106,6 +109,9 @@ class ImageClassifier:
     """
 
     cut = 0  # images are not truncated
+    first_input = (  # of the service: a white image of one pixel
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
+    )
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
@@ -124,6 +130,19 @@ class ImageClassifier:
             batch_logits = finite_outputs(self.graph.run(["logits"], {"pixel_values": batch})[0])
             answers += [predict_class(logits, self.labels, self.problem) for logits in batch_logits]
         return answers
+
+    def from_json(self, value: Any) -> Any:
+        """Return the pixels of an image file in base64; raise ValueError if it is none."""
+        if not isinstance(value, str):
+            raise ValueError(f"expected an image file in base64, got {describe_value(value)}")
+        try:
+            return self.pixels(base64.b64decode(value, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"expected an image file in base64: {error}") from None
+
+    def to_json(self, predictions: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+        """Return predictions as JSON values."""
+        return json_predictions(predictions)
 
     def pixels(self, image: str | Path | bytes) -> Any:
         """Return the pixels of an image, float32 [3, h, w]; raise ValueError if it is not an image."""

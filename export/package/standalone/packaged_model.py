@@ -5,10 +5,7 @@ Inputs of requests that arrive at the same time are one batch, unless requests a
 
 from __future__ import annotations
 
-import base64
-import binascii
 import importlib.util
-import json
 import sys
 import threading
 import time
@@ -19,100 +16,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smelt.export.package.standalone.json_values import read_text
+
 
 class QueueFullError(Exception):
     """The queue of waiting inputs is full."""
 
 
-TASK_CLASSES = {
-    "language-modeling": "Writer",
-    "text-generation": "Answerer",
-    "text-classification": "Classifier",
-    "sentence-similarity": "Embedder",
-    "masked-language-modeling": "MaskFiller",
-    "token-classification": "Tagger",
-    "image-classification": "ImageClassifier",
-}
-IMAGES, PAIRS, VECTORS = "image-classification", "text-classification", "sentence-similarity"
-MASKS, WORDS = "masked-language-modeling", "token-classification"
-# a white image of one pixel, for the first call of an image model
-WHITE_PIXEL_PNG = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR42mP4DwABAQEAHLCMmQAAAABJRU5ErkJggg=="
-)
-
-
 class PackagedModel:
-    """Opens the class of infer.py for the task and calls it once, because the first call is the slowest.
+    """Opens the class of infer.py that infer.json names, and calls it once: the first call is the slowest.
 
-    A service for another runtime has its own infer.py, which needs only this class and `__call__`.
+    A service for another runtime has its own infer.py, which needs only a class with `__call__`. It may also
+    have `from_json`, which returns its input for one of the `inputs` of a request or raises ValueError (by
+    default an input is a text), `to_json`, which returns JSON answers for its outputs, `pixels`, which
+    returns its input for the bytes of an image file, and `first_input`, the JSON value of the first call.
     """
 
-    def __init__(self, folder: Path, task: str, threads: int) -> None:
-        self.task = task
+    def __init__(self, folder: Path, class_name: str, threads: int) -> None:
         spec = importlib.util.spec_from_file_location("infer", folder / "infer.py")
         if spec is None or spec.loader is None:
             raise FileNotFoundError(f"{folder}: no infer.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules["infer"] = module
         spec.loader.exec_module(module)
-        self.model = getattr(module, TASK_CLASSES.get(self.task, "Translator"))(folder, threads=threads)
-        first_inputs = {IMAGES: WHITE_PIXEL_PNG, MASKS: getattr(self.model, "mask_token", "")}
-        self.answer([self.read(first_inputs.get(self.task, "Warm up."))])
-
-    def read(self, value: Any) -> Any:
-        """Return the model's input for one of the `inputs` of a request.
-
-        Raises:
-            ValueError: it is not valid; the message contains what is expected.
-        """
-        if self.task == IMAGES:
-            if not isinstance(value, str):
-                raise ValueError(f"expected an image file in base64, got {describe_value(value)}")
-            try:
-                return self.image(base64.b64decode(value, validate=True))
-            except binascii.Error as error:
-                raise ValueError(f"expected an image file in base64: {error}") from None
-        pair = isinstance(value, list) and len(value) == 2 and self.task == PAIRS
-        words = isinstance(value, list) and self.task == WORDS
-        texts = value if pair or words else [value]
-        if not all(isinstance(text, str) for text in texts):
-            lists = {PAIRS: " or a list of two", WORDS: " or a list of its words"}.get(self.task, "")
-            raise ValueError(f"expected a text{lists}, got {describe_value(value)}")
-        if words and not all(text.strip() for text in texts):
-            raise ValueError("a word is empty. Remove it")
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text contains a lone surrogate (\\ud800 to \\udfff). Remove it") from None
-        if self.task == MASKS:
-            self.model.require_mask(value)
-        return tuple(texts) if pair else value
-
-    def image(self, data: bytes) -> Any:
-        """Return the model's input for the bytes of an image file; raise ValueError as `read`."""
-        return self.model.pixels(data)
+        self.model = getattr(module, class_name)(folder, threads=threads)
+        self.read: Callable[[Any], Any] = getattr(self.model, "from_json", read_text)
+        self.to_json: Callable[[Any], list[Any]] = getattr(self.model, "to_json", list)
+        self.read_image: Callable[[bytes], Any] | None = getattr(self.model, "pixels", None)
+        self.answer([self.read(getattr(self.model, "first_input", "Warm up."))])
 
     def answer(self, inputs: list[Any]) -> list[Any]:
         """Return a JSON answer for each result of `read`."""
-        results = self.model(inputs, batch_size=len(inputs))
-        if self.task == VECTORS:
-            return [[round(x, 7) for x in vector.tolist()] for vector in results]
-        if self.task in (IMAGES, PAIRS):
-            return [{"label": label, "probabilities": probabilities} for label, probabilities in results]
-        return list(results)
+        return self.to_json(self.model(inputs, batch_size=len(inputs)))
 
     @property
     def cut(self) -> int:
         """The number of texts that were truncated."""
         return int(getattr(self.model, "cut", getattr(getattr(self.model, "tokenizer", None), "cut", 0)))
-
-
-def describe_value(value: Any) -> str:
-    """Return a short form of `value`; for lists and objects, which may be large, only type and size."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    is_truncated = isinstance(value, str) and len(value) > 60
-    return f"{json.dumps(value[:60])}..." if is_truncated else json.dumps(value)
 
 
 @dataclass

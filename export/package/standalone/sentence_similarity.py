@@ -35,6 +35,10 @@ class Embedder:
             vectors[indices] = finite_outputs(self.graph.run(["sentence_embedding"], feeds)[0])
         return vectors
 
+    def to_json(self, vectors: Any) -> list[list[float]]:
+        """Return vectors as JSON values."""
+        return [[round(x, 7) for x in vector.tolist()] for vector in vectors]
+
 
 def answer_lines(model: Embedder, texts: list[str]) -> list[str]:
     """Return the vector of each text as JSON, or for two texts separated by a tab their cosine similarity."""

@@ -78,7 +78,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("timeout", 60, parse_seconds, "seconds until a waiting input gets 503")
     add("grace", 8, int_option(0), "seconds to finish requests in flight after SIGTERM")
     options = parser.parse_args(words)
-    options.task = config["task"]
+    options.task, options.model_class = config["task"], config["class"]
     options.workers = options.workers or max(1, available_cores() // options.threads)
     return options
 
@@ -86,7 +86,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
 def load_model(service: InferenceService, server: uvicorn.Server) -> None:
     """Load the model; stop the server if that fails."""
     try:
-        service.load(PackagedModel(MODEL_FOLDER, service.options.task, service.options.threads))
+        service.load(PackagedModel(MODEL_FOLDER, service.options.model_class, service.options.threads))
         print("ready", flush=True)
     except Exception:
         traceback.print_exc()

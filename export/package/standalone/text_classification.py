@@ -14,8 +14,9 @@ import numpy as np
 import tokenizers
 
 from smelt.export.package.standalone.batches import length_batches
-from smelt.export.package.standalone.classes import predict_class, prediction_line
+from smelt.export.package.standalone.classes import json_predictions, predict_class, prediction_line
 from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.json_values import read_text
 from smelt.export.package.standalone.session import open_graph, run_command_line
 
 
@@ -53,6 +54,16 @@ class Classifier:
             for i, logits in zip(indices, finite_outputs(self.graph.run(["logits"], feeds)[0]), strict=True):
                 answers[i] = predict_class(logits, self.labels, self.problem)
         return answers
+
+    def from_json(self, value: Any) -> str | tuple[str, str]:
+        """Return the text or pair of a JSON value; raise ValueError if it is none."""
+        if isinstance(value, list) and len(value) == 2:
+            return read_text(value[0]), read_text(value[1])
+        return read_text(value, "a text or a list of two")
+
+    def to_json(self, predictions: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+        """Return predictions as JSON values."""
+        return json_predictions(predictions)
 
     def encode(self, text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
         """Return ids and token types; in a pair that is too long the longer text is truncated first."""

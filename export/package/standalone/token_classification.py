@@ -15,6 +15,7 @@ import tokenizers
 from smelt.export.package.standalone.batches import length_batches
 from smelt.export.package.standalone.classes import CONTROLS
 from smelt.export.package.standalone.finite_outputs import finite_outputs
+from smelt.export.package.standalone.json_values import read_text
 from smelt.export.package.standalone.session import open_graph, run_command_line
 
 OUTSIDE = "O"
@@ -70,6 +71,7 @@ class Tagger:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.labels, self.settings, self.cut = config["labels"], config["tokenizer"], 0
+        self.spaces_words = config["spaces_words"]
         self.prefixes = tag_prefixes(self.labels)
         self.joins = OUTSIDE in self.labels or bool(self.prefixes)
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
@@ -98,6 +100,15 @@ class Tagger:
                 answers[i] = self.entities(joined[i], offsets[i], encoded[i].word_ids, text_logits)
         return answers
 
+    def from_json(self, value: Any) -> str | list[str]:
+        """Return the text or the words of a JSON value; raise ValueError if it is neither."""
+        if not isinstance(value, list):
+            return read_text(value, "a text or a list of its words")
+        words = [read_text(item) for item in value]
+        if not all(text.strip() for text in words):
+            raise ValueError("a word is empty. Remove it")
+        return words
+
     def word_offsets(self, item: str | Sequence[str]) -> list[tuple[int, int]]:
         """Return start and end of the words of a text, or of words joined with spaces."""
         if isinstance(item, str):
@@ -110,7 +121,7 @@ class Tagger:
         words = [
             text[start:end].lower() if self.settings["lower"] else text[start:end] for start, end in offsets
         ]
-        if self.settings["spaces_words"]:  # the space before a word belongs to its first token
+        if self.spaces_words:  # the space before a word belongs to its first token
             words = [f" {name}" for name in words]
         encoding = self.tokenizer.encode(words or [""], is_pretokenized=True)
         self.cut += bool(encoding.overflowing)

@@ -37,7 +37,7 @@ def test_commands_of_page_work(kind, tmp_path):
 
 
 def test_table_of_page_has_every_option_and_path(monkeypatch, tmp_path):
-    (tmp_path / "infer.json").write_text('{"task": "translation"}')
+    (tmp_path / "infer.json").write_text('{"task": "translation", "class": "Translator"}')
     monkeypatch.setattr(serve, "MODEL_FOLDER", tmp_path)
     options_seen = []
     add = argparse.ArgumentParser.add_argument

@@ -99,7 +99,7 @@ def test_package_fills_masks_and_refuses_texts_without(home):
     assert [len(line.split("\t")[0].split("|")) for line in answer.stdout.splitlines()] == [1, 2]
     refused = subprocess.run([*command, "a [MASK]", "a"], check=False, capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (2, "")
-    served = PackagedModel(home / "package", "masked-language-modeling", threads=1)
+    served = PackagedModel(home / "package", "MaskFiller", threads=1)
     [[tokens]] = served.answer([served.read("a [MASK]")])
     assert tokens[0]["token_str"] == answer.stdout.split("\t")[0]
     with pytest.raises(ValueError):  # noqa: PT011 - the service answers 422 to any

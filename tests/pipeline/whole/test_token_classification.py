@@ -152,7 +152,7 @@ def test_package_finds_the_same_entities(home, package):
     texts = [*TEXTS, "", "Ada \u6771\u4eac Rome", "Ada " * 60, words, ["Grace"], []]
     with smelt.load(home / "run" / "artifacts" / "onnx-int8") as model, pytest.warns():
         expected = model.tag(texts)
-    served = PackagedModel(package, taggers.TASK, threads=1)
+    served = PackagedModel(package, "Tagger", threads=1)
     results = served.answer([served.read(text) for text in texts])
     assert entities(results) == [[(e.entity_group, e.word, e.start, e.end) for e in row] for row in expected]
     assert served.cut == 1

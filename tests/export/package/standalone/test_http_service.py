@@ -20,7 +20,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Model:
-    task, cut = "translation", 0
+    cut, read_image = 0, None
 
     def read(self, value):
         return value

@@ -50,7 +50,7 @@ def write(folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "serve.py").write_text(assemble_script("serve", {}))
     (folder / "infer.py").write_text(INFER)
-    (folder / "infer.json").write_text('{"task": "translation", "threads": null}')
+    (folder / "infer.json").write_text('{"task": "translation", "class": "Translator", "threads": null}')
     return folder
 
 

@@ -41,7 +41,7 @@ from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
-from smelt.data.tasks import Task, task_traits, tasks_with
+from smelt.data.tasks import Task, task_traits
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, Settings, Stage
@@ -53,11 +53,8 @@ if TYPE_CHECKING:
     from smelt.models.edits import Edit
 
 
-# Why the outputs of a teacher are not cached, by the output of the task.
-_NOT_CACHED_REASONS = {
-    "masked-tokens": "each pass masks other tokens, so no output of the teacher is used twice",
-    "tags": "the outputs of a teacher for each word are not cached",
-}
+# The kinds of output for which a teacher's logits are cached. Masked tokens differ in each pass.
+_CACHED_OUTPUTS = ("text", "next-token", "labels", "embedding")
 
 
 class Distill(Stage[DistillSettings]):
@@ -180,10 +177,9 @@ class Distill(Stage[DistillSettings]):
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))
-        is_text_encoder = task in tasks_with(samples="texts", architecture="encoder")
-        has_tags = task_traits(task).output == "tags"  # of words that a copy of a text may lack
-        if settings.augmentation is not None and (has_tags or not is_text_encoder):
-            text = f"words are replaced only in texts of encoders without tags, not for {task}; remove it."
+        if settings.augmentation is not None and task not in UNLABELED_TASKS:
+            tasks = " and ".join(sorted(UNLABELED_TASKS))
+            text = f"words are replaced only in samples of {tasks}, not for {task}; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="augmentation"))
         elif settings.augmentation is not None:
             errors += check_augmentation(settings.augmentation)
@@ -192,8 +188,8 @@ class Distill(Stage[DistillSettings]):
                 error_message(error.code, error.message, setting=f"phases.{index}.{error.setting}")
                 for error in phase.losses.check_task(task)
             ]
-        if settings.cache_logits is not None and task_traits(task).output in _NOT_CACHED_REASONS:
-            text = f"{_NOT_CACHED_REASONS[task_traits(task).output]}; remove it."
+        if settings.cache_logits is not None and task_traits(task).output not in _CACHED_OUTPUTS:
+            text = f"the outputs of a teacher for {task} are not cached; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="cache_logits"))
         elif settings.cache_logits is not None and not any(
             t.needs_only_outputs(task) for t in settings.phase_settings()

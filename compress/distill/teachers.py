@@ -30,6 +30,7 @@ from smelt.core.messages import with_article
 from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import predicts_tokens
+from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model, read_sentence_rules
 from smelt.stage import Context
 from smelt.tasks.samples import model_problem_type
@@ -48,7 +49,7 @@ class Ensemble(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Return the combined `logits`."""
-        return SimpleNamespace(logits=self.join([model(**inputs).logits for model in self.models]))
+        return SimpleNamespace(logits=self.join([head_output(model(**inputs)) for model in self.models]))
 
     def can_generate(self) -> bool:
         """Return whether the models generate text."""

@@ -45,7 +45,7 @@ from smelt.compress.rotate.rotations import Rotation
 from smelt.compress.rotate.settings import LearnedRotations, RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.near_ties import round_significant
-from smelt.models.sentence_model import encoder_result
+from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.schemes.registry import find_scheme
@@ -157,8 +157,8 @@ class QuantizationLoss:
         if self._model.can_generate():
             inputs["use_cache"] = False
         with torch.no_grad():
-            expected = encoder_result(self._model(**inputs))
-        outputs = encoder_result(
+            expected = head_output(self._model(**inputs))
+        outputs = head_output(
             functional_call(self._model, self.changed_parameters(matrices, quantize), (), inputs)
         )
         if is_sentence_model(self._model):

@@ -56,7 +56,7 @@ from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
-from smelt.models.sentence_model import encoder_result
+from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization import emit
@@ -313,7 +313,7 @@ class SinglePassModel(nn.Module):
             # all tokens have type 0, so one row is added to all of them instead of a gather per token
             types = {"token_type_ids": input_ids.new_zeros(1, 1)}
         with exportable_attention(self.attentions, self.scope):
-            out = encoder_result(self.model(input_ids, attention_mask=attention_mask, **types))
+            out = head_output(self.model(input_ids, attention_mask=attention_mask, **types))
         return out.float()
 
 

@@ -42,7 +42,7 @@ from smelt.export.parity.single_texts import SingleTexts, has_run_time_ranges, j
 from smelt.export.value_types import values_of_type
 from smelt.generation.backend import Batch, Tokens
 from smelt.generation.generating_runners import is_causal, position_ids
-from smelt.models.sentence_model import encoder_result
+from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
@@ -276,7 +276,7 @@ def _run_single_pass(model: Any, batch: Batch | ImageBatch) -> FloatArray:
     types = {}
     if batch.token_type_ids is not None and uses_token_types(model.config.to_dict()):
         types["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
-    result: FloatArray = encoder_result(model(input_ids=ids, attention_mask=mask, **types)).numpy()
+    result: FloatArray = head_output(model(input_ids=ids, attention_mask=mask, **types)).numpy()
     return result
 
 

@@ -19,7 +19,7 @@ from smelt.core.messages import find_lone_surrogate
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.models.families.registry import find_family
-from smelt.runtimes.predict_texts import class_logits, embed_texts
+from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.single_call_runners import ClassPrediction, GraphRunner, predictions_from_logits
 from smelt.tasks.registry import task_spec
 
@@ -321,23 +321,31 @@ class Model:
             self._warn_truncated(truncations, len(inputs))
         return outputs
 
-    def predict(self, texts: Iterable[TextOrPair], batch_size: int = 32) -> list[ClassPrediction]:
-        """Return the class of each text, or of each pair of texts (a tuple of two).
+    def predict(self, texts: Iterable[TextOrPair], batch_size: int = 32) -> list[Any]:
+        """Return the prediction for each text, or for each pair of texts (a tuple of two).
 
         Warns with `TruncationWarning` if texts were truncated to the model's limit.
 
+        Returns:
+            For each input the result of the task, of a text classifier a `ClassPrediction`.
+
         Raises:
-            InputError: the model is not a text classifier or is closed, or an input is not a text or pair.
+            InputError: the model is for a task with another method or is closed, or an input is not a text or
+                pair.
         """
+        from smelt.generation.config import GenerationSettings
+
         with self._calls:
             self._require_method("predict")
             inputs = [_example(text) for text in as_texts_or_pairs(texts)]
             size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
             if not inputs:
                 return []
-            logits = class_logits(self._runner, inputs, size, on_truncate=truncations)
+            predictions = task_spec(self.task).run(
+                self._runner, inputs, GenerationSettings(), size, truncations
+            )
             self._warn_truncated(truncations, len(inputs))
-        return predictions_from_logits(logits, self._runner.config)
+        return list(predictions)
 
     def fill_mask(self, texts: Iterable[str], batch_size: int = 32, top_k: int = 5) -> list[MaskPredictions]:
         """Return the likeliest tokens for each mask token of each text, as transformers' fill-mask pipeline.

@@ -218,8 +218,8 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
                 for location, row in read_file_rows(path)
             ]
         return _require_rows(examples, path)
-    if task_traits(task).output == "tags":
-        return _require_rows(_read_words(path, task, columns), path)
+    if task_spec(task).input_roles:
+        return _require_rows(_read_rows(path, task_spec(task), columns), path)
     text, pair = _column_names(columns, task)
     # a column for pairs is required only if it was named
     required_columns = {text: "text"} | (
@@ -235,12 +235,12 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
     return _require_rows(examples, path)
 
 
-def _read_words(path: Path, task: str, column_args: Sequence[str]) -> list[Example]:
-    """Read texts, or lists of their words; a name without a role is the column of the text."""
+def _read_rows(path: Path, spec: TaskSpec, column_args: Sequence[str]) -> list[Example]:
+    """Read samples as the task does, without targets; a name without a role is the column of the text."""
     columns = parse_columns([item if "=" in item else f"text={item}" for item in column_args])
-    with column_options("text", "tokens"):
+    with column_options(*spec.input_roles):
         return [
-            replace(task_spec(task).parse_row(row, location, columns, lacks_target=True), line=None)
+            replace(spec.parse_row(row, location, columns, lacks_target=True), line=None)
             for location, row in read_file_rows(path)
         ]
 

@@ -31,7 +31,7 @@ from smelt.models.model_size import (
     MIN_CALIBRATION_SAMPLES,
     TOKENS_PER_INPUT,
 )
-from smelt.models.sentence_model import encoder_result
+from smelt.models.sentence_model import head_output
 from smelt.stage import Context
 from smelt.tasks.encode_split import encode_split
 from smelt.tasks.samples import (
@@ -293,7 +293,7 @@ def model_outputs(model: Any, batches: Iterable[Mapping[str, Any]]) -> Iterator[
     options = model.can_generate() and {"use_cache": False}
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        yield encoder_result(model(**inputs, **(options or {})))
+        yield head_output(model(**inputs, **(options or {})))
 
 
 LayersByKey = Mapping[str, Sequence[nn.Module]]

@@ -96,18 +96,56 @@ Label = int | str | float | tuple[int | str, ...]
 
 
 class Columns(BaseModel):
-    """Names of the columns in the data."""
+    """Names of the columns in the data; `examples` are usual ones, of which `smelt init` uses the first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    source: str = Field(default="source", description="source text")
-    target: str = Field(default="target", description="target text")
+    source: str = Field(
+        default="source",
+        description="source text",
+        examples=["source", "src", "input", "document", "article", "dialogue", "text", "en"],
+    )
+    target: str = Field(
+        default="target",
+        description="target text",
+        examples=["target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"],
+    )
     references: str = Field(default="targets", description="list of target texts; takes precedence")
-    text: str = Field(default="text", description="text")
-    text_pair: str = Field(default="text_b", description="second text")
-    image: str = Field(default="image", description="image")
-    label: str = Field(default="label", description="label")
-    prompt: str = Field(default="prompt", description="prompt")
-    response: str = Field(default="response", description="response to the prompt")
+    text: str = Field(
+        default="text",
+        description="text",
+        examples=["text", "sentence", "sentence1", "premise", "question", "content", "review", "document"],
+    )
+    text_pair: str = Field(
+        default="text_b", description="second text", examples=["text_b", "sentence2", "hypothesis", "answer"]
+    )
+    image: str = Field(
+        default="image",
+        description="image",
+        examples=["image", "file_name", "filename", "image_path", "path", "file", "img"],
+    )
+    label: str = Field(
+        default="label",
+        description="label",
+        examples=[
+            "label",
+            "labels",
+            "category",
+            "class",
+            "intent",
+            "sentiment",
+            "stars",
+            "score",
+            "similarity",
+        ],
+    )
+    prompt: str = Field(
+        default="prompt", description="prompt", examples=["prompt", "question", "query", "problem"]
+    )
+    response: str = Field(
+        default="response",
+        description="response to the prompt",
+        examples=["response", "answer", "completion", "solution", "output"],
+    )
     responses: str = Field(default="responses", description="list of responses; takes precedence")
     instruction: str = Field(default="instruction", description="instruction")
     input: str = Field(default="input", description="input of an instruction")
@@ -115,10 +153,16 @@ class Columns(BaseModel):
     choices: str = Field(default="choices", description="list of texts of which one is the right response")
     answer: str = Field(default="answer", description="the right choice: its text, or its index from 0")
     messages: str = Field(default="messages", description="list of messages with role and content")
-    tokens: str = Field(default="tokens", description="list of words")
-    tags: str = Field(default="tags", description="list with the tag of each word")
+    tokens: str = Field(default="tokens", description="list of words", examples=["tokens", "words"])
+    tags: str = Field(
+        default="tags",
+        description="list with the tag of each word",
+        examples=["tags", "ner_tags", "pos_tags", "labels", "label"],
+    )
     entities: str = Field(
-        default="entities", description="list of entities of a text, with start, end (characters) and label"
+        default="entities",
+        description="list of entities of a text, with start, end (characters) and label",
+        examples=["entities", "spans"],
     )
 
 

@@ -101,8 +101,8 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Te
     return pooled
 
 
-def encoder_result(output: Any) -> Tensor:
-    """Return the output of a transformers encoder: a classifier's logits, or the vectors of texts."""
+def head_output(output: Any) -> Tensor:
+    """Return the output of a transformers model's head: logits, or the vectors of texts."""
     result: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
     return cast("Tensor", result)
 

@@ -22,7 +22,7 @@ from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
 from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.models.checkpoint import load_model, widened_bytes
-from smelt.models.sentence_model import encoder_result
+from smelt.models.sentence_model import head_output
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import limit_weight_cache
 from smelt.runtimes.device import TorchThreads, torch_device
@@ -82,7 +82,7 @@ class TorchBackend(NoGenerationGraphs):
                 "last_hidden_state": self._open_model.get_encoder()(**inputs).last_hidden_state.cpu().numpy()
             }
         [name] = self._graphs.main.outputs
-        return {name: encoder_result(self._open_model(**inputs)).cpu().numpy()}
+        return {name: head_output(self._open_model(**inputs)).cpu().numpy()}
 
     @torch.inference_mode()
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> TorchDecodeState:

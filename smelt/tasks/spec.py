@@ -44,6 +44,9 @@ class TaskSpec:
     target_roles: ClassVar[tuple[str, ...]] = ()
     """Those with the expected output, of which any is enough."""
 
+    input_roles: ClassVar[tuple[str, ...]] = ()
+    """Those that `smelt predict --data` reads with `parse_row`; none if it reads a text, or two of a pair."""
+
     # The model in Python and on the command line.
     method: ClassVar[str] = "generate"
     """The method of `smelt.load`'s models."""

@@ -37,6 +37,7 @@ class TokenClassification(TaskSpec):
     column_roles = ("tokens", "tags", "text", "entities")
     optional_roles = column_roles  # tokens with tags, or a text with entities
     target_roles = ("tags", "entities")
+    input_roles = ("text", "tokens")
     method = "tag"
     call = "text to entities"
     call_includes = "tokenizing is"

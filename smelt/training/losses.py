@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.data.labels import REGRESSION
+from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.tasks.samples import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
 
@@ -359,11 +360,8 @@ def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """
     inputs = model_inputs(batch)
     labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
-    if labels.dim() == 2 and not labels.is_floating_point():
-        logits: Tensor = model(**inputs, use_cache=False).logits
-    else:
-        logits = model(**inputs).logits
-    return logits
+    no_cache = {"use_cache": False} if labels.dim() == 2 and not labels.is_floating_point() else {}
+    return head_output(model(**inputs, **no_cache))
 
 
 def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from smelt.core.messages import with_article
-from smelt.data.tasks import TASKS, Task, task_traits, tasks_with
+from smelt.data.tasks import TASKS, Task
 from smelt.models.families import (
     albert,
     bart,
@@ -192,23 +192,21 @@ def predicts_tokens(model: Any) -> bool:
     return output_embeddings is not None and output_embeddings() is not None
 
 
-_TAGGER_SUFFIXES = tuple(
-    str(task_traits(task).auto_class).removeprefix("AutoModel") for task in tasks_with(output="tags")
-)
-
-
 def output_modules(model: Any) -> tuple[str, ...]:
     """Return the modules between the last hidden states and the outputs of `model`; none without a head.
 
-    See `Family.head_modules`. The head of a token classifier may be one layer, without those of a classifier
-    of texts between it and the hidden states. A model of an unsupported family has none.
+    See `Family.head_modules`. Another head may be one layer, as that of a token classifier. A model of an
+    unsupported family, or one that predicts tokens, has none.
     """
     family = family_of(model)
     names = {name for name, _ in model.named_modules()}
     if family is None or names.issuperset(family.head_modules):
         return () if family is None else family.head_modules
-    layer = family.head_modules[-1].partition(".")[0] if family.head_modules else ""
-    return (layer,) if type(model).__name__.endswith(_TAGGER_SUFFIXES) and layer in names else ()
+    children = () if predicts_tokens(model) else model.named_children()
+    layers = [
+        name for name, child in children if name != model.base_model_prefix and hasattr(child, "in_features")
+    ]
+    return tuple(layers) if len(layers) == 1 else ()
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,6 @@ _SPLIT_WORDS = {
     "calibration": ("calibration", "calib", "unlabeled", "unlabeled"),
     "test": ("test",),
 }
-# Usual names of columns by role; the first one that exists is used.
-_COLUMN_NAMES = {
-    "source": ("source", "src", "input", "document", "article", "dialogue", "text", "en"),
-    "target": ("target", "tgt", "summary", "highlights", "abstract", "output", "de", "fr"),
-    "prompt": ("prompt", "question", "query", "problem"),
-    "response": ("response", "answer", "completion", "solution", "output"),
-    "text": ("text", "sentence", "sentence1", "premise", "question", "content", "review", "document"),
-    "text_pair": ("text_b", "sentence2", "hypothesis", "answer"),
-    "image": ("image", "file_name", "filename", "image_path", "path", "file", "img"),
-    "label": ("label", "labels", "category", "class", "intent", "sentiment", "stars", "score", "similarity"),
-    "tokens": ("tokens", "words"),
-    "tags": ("tags", "ner_tags", "pos_tags", "labels", "label"),
-    "entities": ("entities", "spans"),
-}
 
 
 @dataclass(frozen=True)
@@ -281,7 +267,8 @@ def _split_in_name(name: str) -> str | None:
 
 def guess_column(row: Mapping[str, Any], role: str, taken: Set[str] = frozenset()) -> str | None:
     """Return the column of `row` that probably has the role `role`; None if there is none."""
-    return next((name for name in _COLUMN_NAMES[role] if name in row and name not in taken), None)
+    usual_names = Columns.model_fields[role].examples or ()
+    return next((str(name) for name in usual_names if name in row and name not in taken), None)
 
 
 def _renamed_columns(path: Path, task: Task, columns: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from smelt.models.families.registry import (
     FAMILIES,
@@ -144,10 +145,17 @@ def test_states_of_repeated_block_are_read_under_first_name():
 def test_output_modules_are_found_if_present(model):
     family = FAMILIES[model.config.model_type]
     assert output_modules(model) == family.head_modules
-    del model._modules[family.head_modules[-1].split(".")[0]]
+    for name in {name.split(".")[0] for name in family.head_modules}:
+        del model._modules[name]
     assert output_modules(model) == ()
 
 
 def test_unknown_family_has_no_states_or_output_modules():
     model = torch.nn.Linear(2, 3)
     assert (hidden_state_locations(model), output_modules(model)) == ([], ())
+
+
+def test_head_of_one_layer_is_found_whatever_its_task():
+    config = family_models.load("bert").config
+    assert output_modules(transformers.BertForQuestionAnswering(config)) == ("qa_outputs",)
+    assert output_modules(transformers.BertForMaskedLM(config)) == ()

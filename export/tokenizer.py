@@ -190,15 +190,23 @@ def _first_difference(
                 first_texts, length, seconds
             ):
                 return TokenizerDifference("pairs", "pairs of texts")
-            words = [text.split() for text in texts]
-            if one.encode_words(words, length) != other.encode_words(words, length):
-                return TokenizerDifference("words", "texts that are split into words")
+        if paired and length == NO_LIMIT:
+            words = [text.split() or [""] for text in texts]
+            for inputs in ((words,), (first_texts, seconds)):
+                if _token_origins(one, *inputs) != _token_origins(other, *inputs):
+                    return TokenizerDifference("words", "the words or characters of tokens")
     for row, expected_text, actual_text in zip(
         token_rows, one.decode_batch(token_rows), other.decode_batch(token_rows), strict=True
     ):
         if expected_text != actual_text:
             return TokenizerDifference("texts", f"the text of the ids {row[:8]}")
     return None
+
+
+def _token_origins(tokenizer: TextTokenizer, texts: Any, pairs: Any = None) -> list[tuple[Any, ...]]:
+    """Return ids, words, texts and characters of the tokens of each text."""
+    encodings = tokenizer.encodings(texts, pairs)
+    return [(e.ids, e.word_ids, e.sequence_ids, e.offsets) for e in encodings]
 
 
 def add_tokenizer(folder: Path, ctx: Context) -> None:

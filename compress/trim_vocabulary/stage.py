@@ -18,6 +18,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.data.tasks import Task, tasks_with
 from smelt.stage import Context, Need, Stage
+from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
     from smelt.compress.trim_vocabulary.vocabulary_rows import TokenizationChange
@@ -99,7 +100,6 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
         from smelt.compress.trim_vocabulary.vocabulary_rows import (
             count_tokens,
             keep_vocabulary_rows,
-            tokenize_split,
         )
         from smelt.models.checkpoint import count_stored_parameters, load_tokenizer, save_model
 
@@ -120,7 +120,7 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
         vocabulary, size = open_vocabulary(src.path, model.config), int(model.config.vocab_size)
         tokenizer = load_tokenizer(src.path)
         token_ids = {
-            name: tokenize_split(ctx.data[name], tokenizer, ctx.task) for name in _scored_splits(ctx)
+            name: task_spec(ctx.task).token_rows(ctx.data[name], tokenizer) for name in _scored_splits(ctx)
         }
         kept_ids = select_kept_tokens(
             count_tokens(token_ids["train"], size), vocabulary, model, tokenizer, settings
@@ -154,7 +154,7 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
             _report_change(
                 name,
                 ids,
-                tokenize_split(ctx.data[name], trimmed_tokenizer, ctx.task),
+                task_spec(ctx.task).token_rows(ctx.data[name], trimmed_tokenizer),
                 new_ids,
                 tokenizer.unk_token_id,
                 ctx,

@@ -16,15 +16,9 @@ from torch import nn
 
 from smelt.compress.trim_vocabulary.select_tokens import TokenCounts
 from smelt.core.errors import InputError
-from smelt.data.splits import Split, input_texts
-from smelt.data.tags import word_lists
-from smelt.data.tasks import Task, task_traits
-from smelt.generation.prompt_batches import encode_responses
 from smelt.models.families.family import Family
 from smelt.models.families.registry import FAMILIES, family_of, is_token_embedding, predicts_tokens
 from smelt.models.layers import LowRankEmbedding, LowRankLinear
-from smelt.models.tokenizer import as_text_tokenizer, encode_texts
-from smelt.tasks.samples import encode_targets
 
 
 def keep_vocabulary_rows(model: Any, kept_ids: list[int]) -> None:
@@ -117,26 +111,6 @@ def _cut_rows(module: Any, weight: nn.Parameter, places: torch.Tensor) -> None:
     if module.bias is not None and len(module.bias) != len(weight):
         module.bias = nn.Parameter(module.bias.detach().index_select(0, places))
     module.weight, module.out_features = weight, len(weight)
-
-
-_NO_LIMIT = 10**9  # no truncation
-
-
-def tokenize_split(split: Split, tokenizer: Any, task: Task) -> list[list[int]]:
-    """Return the ids of every text of `split` without truncation: inputs, then targets."""
-    if task_traits(task).samples == "prompts":
-        samples = [
-            (example.text, reference) for example in split.examples for reference in example.references
-        ]
-        return [turn.ids for turns in encode_responses(samples, tokenizer, every_turn=True) for turn in turns]
-    if task_traits(task).output == "tags":  # words are tokenized one by one
-        return as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), _NO_LIMIT).ids
-    texts, pairs = input_texts(split.examples, task)
-    token_ids = list(encode_texts(texts, tokenizer, _NO_LIMIT, pairs).ids)
-    if task_traits(task).architecture == "encoder-decoder":
-        targets = [reference for example in split.examples for reference in example.references]
-        token_ids += encode_targets(targets, tokenizer, _NO_LIMIT)[0]
-    return token_ids
 
 
 def count_tokens(token_rows: Sequence[Sequence[int]], vocabulary_size: int) -> TokenCounts:

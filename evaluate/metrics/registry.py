@@ -175,8 +175,8 @@ def is_custom_metric(name: str) -> bool:
 
 
 def takes_custom_metrics(task: str) -> bool:
-    """Return whether custom metrics can be scored in `task`: outputs are texts, numbers, tags, arrays."""
-    return task_traits(task).output in ("text", "labels", "tags", "arrays")
+    """Return whether custom metrics can be scored in `task`: each sample has an output, and is no vector."""
+    return task_traits(task).output not in ("next-token", "masked-tokens", "embedding")
 
 
 def metric_settings_type(name: str) -> type[Settings]:

@@ -164,5 +164,5 @@ def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:
         lines.append(f"found = model.generate(**inputs{generate_arguments(origin)})")
         lines.append("print(tokenizer.batch_decode(found, skip_special_tokens=True))")
     else:
-        lines.append(f"print(model(**inputs).{'last_hidden_state' if name == 'AutoModel' else 'logits'})")
+        lines.append("print(model(**inputs)[0])")  # hidden states of an AutoModel, else logits
     return "\n".join(lines)

@@ -24,7 +24,32 @@ def reads_spaces(tokenizer: Any) -> bool:
     return "ByteLevel(" in repr(tokenizer.pre_tokenizer)
 
 
-def prepare_words(words: Sequence[str], lower: bool, spaced: bool) -> list[str]:
+def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
+    """Tokenize texts split into words, each word on its own, with special tokens around a text.
+
+    Args:
+        tokenizer: a `smelt.models.tokenizer.TextTokenizer`.
+        texts: the words of each text.
+        max_length: tokens of a text; the others are truncated as transformers does.
+
+    Raises:
+        InputError: the tokenizer does not return the words of its tokens.
+    """
+    ids, owners, truncated = [], [], 0
+    words = [_prepare_words(words, tokenizer.lower, tokenizer.spaces_words) for words in texts]
+    for encoding in tokenizer.encodings(words):
+        row, word_ids = encoding.ids, encoding.word_ids
+        if len(row) > max_length:
+            truncated += 1
+            truncates_left = tokenizer.truncation_side == "left"
+            kept_indices = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
+            row, word_ids = ([values[index] for index in kept_indices] for values in (row, word_ids))
+        ids.append(row)
+        owners.append(word_ids)
+    return EncodedWords(ids, first_word_tokens(texts, owners), truncated)
+
+
+def _prepare_words(words: Sequence[str], lower: bool, spaced: bool) -> list[str]:
     """Return words as they are tokenized, with a space before each if `spaced`; "" for a text without words.
 
     The space has the effect of `add_prefix_space=True` in transformers.

@@ -26,13 +26,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import load_json, read_json_object, write_json
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate
-from smelt.models.split_words import (
-    EncodedWords,
-    first_word_tokens,
-    indices_after_truncation,
-    prepare_words,
-    reads_spaces,
-)
+from smelt.models.split_words import indices_after_truncation, reads_spaces
 from smelt.models.text_rules import (
     NO_LIMIT,
     read_prompt_template,
@@ -55,6 +49,7 @@ class TextTokenizer(Protocol):
 
     reader: tokenizers, sentencepiece or transformers. prefix: added before every source text. lower:
     texts are lowercased first. prompts: the template of a model that answers prompts, else None.
+    truncation_side: left or right. spaces_words: whether the space before a word belongs to its first token.
     model_max_length: maximum number of tokens of a row, with special tokens; huge where unknown.
     The ids are None where there is no such token.
     """
@@ -63,6 +58,8 @@ class TextTokenizer(Protocol):
     prefix: str
     lower: bool
     prompts: PromptTemplate | None
+    truncation_side: str
+    spaces_words: bool
     model_max_length: int
     pad_token_id: int | None
     bos_token_id: int | None
@@ -77,8 +74,18 @@ class TextTokenizer(Protocol):
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
 
-    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
+    def encodings(self, texts: Sequence[str | list[str]], pairs: Sequence[str] | None = None) -> list[Any]:
+        """Tokenize `texts`, each with its pair, with special tokens and without truncation.
+
+        A text may be a list of its words, which are tokenized one by one.
+
+        Returns:
+            For each text an Encoding of the tokenizers library: ids, type_ids, word_ids, sequence_ids,
+            offsets.
+
+        Raises:
+            InputError: the tokenizer is not one of the tokenizers library (`slow-tokenizer`).
+        """
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
@@ -170,14 +177,15 @@ class RustTokenizer:
         self._facts = details
         self._path = folder / TOKENIZER_FILE
         self._inner = _open(self._path)
-        self._spaces_words = reads_spaces(self._inner)
+        self.spaces_words = reads_spaces(self._inner)
+        self.truncation_side: str = details.truncation_side
 
     def encode_batch(
         self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
     ) -> EncodedTexts:
         """Tokenize `texts`, each with its pair, with special tokens; truncated to `max_length` tokens."""
         ids, types, truncated = [], [], 0
-        truncates_left = self._facts.truncation_side == "left"
+        truncates_left = self.truncation_side == "left"
         seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
         for text, second_text in zip(texts, seconds, strict=True):
             encoding = self._encode(text, second_text, True)
@@ -197,22 +205,13 @@ class RustTokenizer:
         """Tokenize `texts` without adding special tokens; those that are in a text are single tokens."""
         return [list(self._encode(text, None, False).ids) for text in texts]
 
-    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts split into words, each word on its own, with special tokens around a text."""
-        truncates_left = self._facts.truncation_side == "left"
-        ids, owners, truncated = [], [], 0
-        for words in texts:
-            prepared = prepare_words(words, self.lower, self._spaces_words)
-            encoding = self._encode(prepared, None, True, is_pretokenized=True)
-            row, word_ids = encoding.ids, encoding.word_ids
-            if len(row) > max_length:
-                truncated += 1
-                kept_indices = indices_after_truncation(encoding.sequence_ids, max_length, truncates_left)
-                row = [row[index] for index in kept_indices]
-                word_ids = [word_ids[index] for index in kept_indices]
-            ids.append(row)
-            owners.append(word_ids)
-        return EncodedWords(ids, first_word_tokens(texts, owners), truncated)
+    def encodings(self, texts: Sequence[str | list[str]], pairs: Sequence[str] | None = None) -> list[Any]:
+        """Tokenize `texts`, as `TextTokenizer.encodings`."""
+        seconds: Sequence[str | None] = [None] * len(texts) if pairs is None else pairs
+        return [
+            self._encode(text, second_text, True, is_pretokenized=isinstance(text, list))
+            for text, second_text in zip(texts, seconds, strict=True)
+        ]
 
     def _encode(
         self, text: str | list[str], pair: str | None, special: bool, is_pretokenized: bool = False
@@ -266,6 +265,8 @@ class HubTokenizer:
         self.prefix = tokenizer_prefix(inner)
         self.lower = bool(getattr(inner, "smelt_lower", False))
         self.prompts: PromptTemplate | None = getattr(inner, "smelt_prompts", None)
+        self.truncation_side: str = inner.truncation_side
+        self.spaces_words = bool(inner.is_fast and reads_spaces(inner.backend_tokenizer))
         self.model_max_length = int(inner.model_max_length)
         self.pad_token_id: int | None = inner.pad_token_id
         self.bos_token_id: int | None = inner.bos_token_id
@@ -297,12 +298,8 @@ class HubTokenizer:
             )["input_ids"]
         return token_ids
 
-    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Tokenize texts split into words, each word on its own, with special tokens around a text.
-
-        Raises:
-            InputError: the tokenizer is written in Python, and does not return the words of its tokens.
-        """
+    def encodings(self, texts: Sequence[str | list[str]], pairs: Sequence[str] | None = None) -> list[Any]:
+        """Tokenize `texts`, as `TextTokenizer.encodings`."""
         if not self.inner.is_fast:
             raise InputError(
                 f"{type(self.inner).__name__}: this tokenizer does not return the word of each token. Use a"
@@ -310,18 +307,13 @@ class HubTokenizer:
                 code="slow-tokenizer",
             )
         if not texts:
-            return EncodedWords([], [], 0)
-        spaced = reads_spaces(self.inner.backend_tokenizer)
-        words = [prepare_words(words, self.lower, spaced) for words in texts]
+            return []
+        batch_texts = [list(texts)] if pairs is None else [list(texts), list(pairs)]
+        is_split = isinstance(texts[0], list)
         with self._lock:
-            encoding = self.inner(words, is_split_into_words=True, truncation=False, verbose=False)
-            truncated = sum(len(ids) > max_length for ids in encoding["input_ids"])
-            if truncated:
-                encoding = self.inner(
-                    words, is_split_into_words=True, truncation=True, max_length=max_length, verbose=False
-                )
-            owners = [encoding.word_ids(index) for index in range(len(words))]
-        return EncodedWords(encoding["input_ids"], first_word_tokens(texts, owners), truncated)
+            encoded = self.inner(*batch_texts, is_split_into_words=is_split, truncation=False, verbose=False)
+        encodings: list[Any] = encoded.encodings
+        return encodings
 
     def decode_batch(self, token_ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the text of each row of ids; with its special tokens only if `keep_special`."""
@@ -480,7 +472,7 @@ class MarianTokenizer:
     """
 
     reader = "sentencepiece"
-    lower = False
+    lower = spaces_words = False
     prompts: PromptTemplate | None = None
 
     def __init__(self, folder: Path, details: TokenizerInfo, prefix: str = "") -> None:
@@ -491,6 +483,7 @@ class MarianTokenizer:
                 code="missing-special-token",
             )
         self.prefix = prefix
+        self.truncation_side: str = details.truncation_side
         self.model_max_length = details.longest
         self.pad_token_id: int | None = details.pad
         self.bos_token_id: int | None = details.bos
@@ -524,7 +517,7 @@ class MarianTokenizer:
         token_rows = [self._encode(text) for text in texts]
         text_limit = max(0, max_length - 1)
         truncated = sum(len(row) > text_limit for row in token_rows)
-        if truncated and self._facts.truncation_side == "left":
+        if truncated and self.truncation_side == "left":
             token_rows = [
                 row[len(row) - text_limit :] if len(row) > text_limit else row for row in token_rows
             ]
@@ -534,8 +527,8 @@ class MarianTokenizer:
         """Tokenize `texts` without adding the final token."""
         return [self._encode(text) for text in texts]
 
-    def encode_words(self, texts: Sequence[Sequence[str]], max_length: int) -> EncodedWords:
-        """Raise an error: no model for tags of words has this tokenizer.
+    def encodings(self, texts: Sequence[str | list[str]], pairs: Sequence[str] | None = None) -> list[Any]:
+        """Raise an error: no encoder has this tokenizer.
 
         Raises:
             InputError: always.

@@ -20,6 +20,7 @@ from smelt.data.tags import OUTSIDE, TagScheme, example_words, read_spans, tag_s
 from smelt.generation.backend import check_finite_outputs
 from smelt.generation.prompt_batches import OnTruncate
 from smelt.generation.runner import Runner
+from smelt.models.split_words import encode_words
 from smelt.models.tokenizer import EncodedTexts
 from smelt.runtimes.predict_texts import length_sorted_batches
 from smelt.stage import Progress, no_progress
@@ -72,7 +73,7 @@ def tag_words(
     if not examples:
         raise InputError("No texts were given.", code="empty-data")
     tools, names = runner.text, class_names(runner.config)
-    encoded = tools.tokenizer.encode_words(word_lists(examples), tools.max_input_length)
+    encoded = encode_words(tools.tokenizer, word_lists(examples), tools.max_input_length)
     if encoded.truncated and on_truncate is not None:
         on_truncate(encoded.truncated, tools.max_input_length)
     results: dict[int, WordTags] = {}

@@ -185,6 +185,17 @@ class TaskSpec:
         """
         raise NotImplementedError(f"{self.name}: its samples are no rows, and are not encoded")
 
+    def token_rows(self, split: Split, tokenizer: Any) -> list[list[int]]:
+        """Return the ids of every text of `split` without truncation: inputs, then targets.
+
+        tokenizer: the model's.
+        """
+        from smelt.models.text_rules import NO_LIMIT
+        from smelt.models.tokenizer import encode_texts
+
+        texts, second_texts = input_texts(split.examples, self.name)
+        return list(encode_texts(texts, tokenizer, NO_LIMIT, second_texts).ids)
+
     def run(
         self,
         runner: Any,

@@ -77,6 +77,13 @@ class TextGeneration(TaskSpec):
         """Return whether the row has a prompt, and not only text."""
         return Columns().text not in row or row_layout(row, named) is not None
 
+    def token_rows(self, split: Split, tokenizer: Any) -> list[list[int]]:
+        """Return the ids of each prompt with its response, as `TaskSpec.token_rows`."""
+        from smelt.generation.prompt_batches import encode_responses
+
+        pairs = [(example.text, reference) for example in split.examples for reference in example.references]
+        return [turn.ids for turns in encode_responses(pairs, tokenizer, every_turn=True) for turn in turns]
+
     def encode(
         self, split: Split, config: Any, tokenizer: Any, limit: int, length: int | None
     ) -> tuple[list[EncodedSample], int]:

@@ -49,6 +49,14 @@ class TextToText(TaskSpec):
         ]
         return samples, sources.truncated + truncated
 
+    def token_rows(self, split: Split, tokenizer: Any) -> list[list[int]]:
+        """Return the ids of the sources, then those of the targets, as `TaskSpec.token_rows`."""
+        from smelt.models.text_rules import NO_LIMIT
+        from smelt.tasks.samples import encode_targets
+
+        targets = [reference for example in split.examples for reference in example.references]
+        return super().token_rows(split, tokenizer) + encode_targets(targets, tokenizer, NO_LIMIT)[0]
+
     def too_long_samples(self, split: Split, tokenizer: Any, limit: int) -> set[int]:
         """Return the indices of samples with a source or a target of more than `limit` tokens."""
         targets = [(i, reference) for i, e in enumerate(split.examples) for reference in e.references]

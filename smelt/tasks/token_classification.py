@@ -139,10 +139,11 @@ class TokenClassification(TaskSpec):
         self, split: Split, config: Any, tokenizer: Any, limit: int, length: int | None
     ) -> tuple[list[EncodedSample], int]:
         """Return the tokens of the words with a label at the first of each, as `TaskSpec.encode`."""
+        from smelt.models.split_words import encode_words
         from smelt.models.tokenizer import as_text_tokenizer
         from smelt.tasks.samples import IGNORE_INDEX, TokenLabelSample
 
-        encoded = as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), limit)
+        encoded = encode_words(as_text_tokenizer(tokenizer), word_lists(split.examples), limit)
         classes = tag_classes(split.examples, class_names({"id2label": config.id2label}), split.origin)
         samples: list[EncodedSample] = []
         for ids, first_tokens, tags in zip(encoded.ids, encoded.first_tokens, classes, strict=True):
@@ -153,6 +154,14 @@ class TokenClassification(TaskSpec):
                         labels[position] = tag
             samples.append(TokenLabelSample(ids, None, labels))
         return samples, encoded.truncated
+
+    def token_rows(self, split: Split, tokenizer: Any) -> list[list[int]]:
+        """Return the ids of the words of each sample, as `TaskSpec.token_rows`."""
+        from smelt.models.split_words import encode_words
+        from smelt.models.text_rules import NO_LIMIT
+        from smelt.models.tokenizer import as_text_tokenizer
+
+        return encode_words(as_text_tokenizer(tokenizer), word_lists(split.examples), NO_LIMIT).ids
 
     def run(
         self,
@@ -181,16 +190,16 @@ class TokenClassification(TaskSpec):
         self, runner: Any, examples: Sequence[Example], generation: GenerationSettings
     ) -> int:
         """Return the number of texts whose last words the runner does not read."""
-        encoded = runner.text.tokenizer.encode_words(word_lists(examples), runner.text.max_input_length)
-        return int(encoded.truncated)
+        from smelt.models.split_words import encode_words
+
+        tools = runner.text
+        encoded = encode_words(tools.tokenizer, word_lists(examples), tools.max_input_length)
+        return encoded.truncated
 
     def too_long_samples(self, split: Split, tokenizer: Any, limit: int) -> set[int]:
         """Return the indices of samples with more than `limit` tokens."""
-        from smelt.models.text_rules import NO_LIMIT
-        from smelt.models.tokenizer import as_text_tokenizer
-
-        encoded = as_text_tokenizer(tokenizer).encode_words(word_lists(split.examples), NO_LIMIT)
-        return {index for index, ids in enumerate(encoded.ids) if len(ids) > limit}
+        token_rows = self.token_rows(split, tokenizer)
+        return {index for index, ids in enumerate(token_rows) if len(ids) > limit}
 
 
 def tag_classes(examples: Sequence[Example], names: Sequence[str], origin: str) -> list[list[int]]:

@@ -60,6 +60,12 @@ def test_every_task_has_traits_and_specification() -> None:
     assert all(isinstance(spec, TaskSpec) for spec in all_specs())
 
 
+def test_every_kind_of_output_has_a_score() -> None:
+    outputs = {traits.output.replace("-", "_") for traits in TASK_TRAITS.values()}
+    paths = (ROOT / "smelt" / "pipeline" / "execute" / "scores").glob("*.py")
+    assert {path.stem for path in paths} - {"__init__", "base_scorer"} == outputs
+
+
 def test_specifications_do_not_import_torch() -> None:
     code = (
         "import sys; from smelt.tasks.registry import all_specs; all_specs(); print('torch' in sys.modules)"

@@ -16,15 +16,16 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.shortlist import ShortlistSettings, ShortlistStage
 from smelt.compress.trim_vocabulary.select_tokens import TrimVocabularySettings, read_kept_tokens
 from smelt.compress.trim_vocabulary.stage import TrimVocabulary
-from smelt.compress.trim_vocabulary.vocabulary_rows import tokenize_split
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import Columns
 from smelt.generation.config import read_shortlist
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import FAMILIES
+from smelt.models.split_words import encode_words
 from smelt.models.tokenizer import as_text_tokenizer
 from smelt.tasks.read_split import read_split
+from smelt.tasks.registry import task_spec
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, taggers, tiny
@@ -99,7 +100,7 @@ def test_texts_of_kept_tokens_have_same_tokens_and_logits(family, tmp_path):
     assert ctx.details["vocabulary_after"] == len(kept_ids) < ctx.details["vocabulary_before"]
     new = {old: token_id for token_id, old in enumerate(kept_ids)}
     before, after = load_tokenizer(source), load_tokenizer(ctx.out)
-    rows = [tokenize_split(ctx.data["train"], tokenizer, ctx.task) for tokenizer in (before, after)]
+    rows = [task_spec(ctx.task).token_rows(ctx.data["train"], tokenizer) for tokenizer in (before, after)]
     assert [[new[token_id] for token_id in row] for row in rows[0]] == rows[1]
     assert ctx.details["train"]["changed"] == 0
     assert ctx.details["validation"]["unknown_after"] == ctx.details["validation"]["unknown"]
@@ -323,6 +324,6 @@ def test_tokens_of_words_are_kept(tmp_path):
     assert ctx.details["vocabulary_after"] < ctx.details["vocabulary_before"]
     words, lengths = [list(row["tokens"]) for row in rows], []
     for folder in (source, ctx.out):
-        encoded = as_text_tokenizer(load_tokenizer(folder)).encode_words(words, 32)
+        encoded = encode_words(as_text_tokenizer(load_tokenizer(folder)), words, 32)
         lengths.append([len(ids) for ids in encoded.ids])
     assert lengths[0] == lengths[1]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from smelt.core.artifact import Artifact
     from smelt.data.tasks import Task
     from smelt.export.package.write_package import WrittenPackage
-    from smelt.pipeline.execute.run_folder import Report, Result
+    from smelt.pipeline.execute.run_result import Report, Result
     from smelt.pipeline.plan.plan import Plan
 
 __all__ = [
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
         return Recipe
     if name == "Report":
-        from smelt.pipeline.execute.run_folder import Report
+        from smelt.pipeline.execute.run_result import Report
 
         return Report
     raise AttributeError(f"module 'smelt' has no attribute '{name}'")

@@ -25,7 +25,7 @@ from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from smelt.export.package.write_package import atomic_folder, require_empty_destination
 from smelt.pipeline.execute.run import RunOptions, run_plan
-from smelt.pipeline.execute.run_folder import Report, Result, report_csv, summary_lines, write_report
+from smelt.pipeline.execute.run_result import Report, Result, report_csv, summary_lines, write_report
 from smelt.pipeline.inspect.model_info import inspect_model, is_onnx
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.recipe.recipe import check_recipe, find_recipe

@@ -203,7 +203,7 @@ def run(
     Started by torchrun or srun, the processes train its stages together.
     """
     from smelt.pipeline.execute.run import RunOptions, run_plan
-    from smelt.pipeline.execute.run_folder import summary_lines
+    from smelt.pipeline.execute.run_result import summary_lines
     from smelt.pipeline.execute.training_processes import serve_training, use_all_cores
     from smelt.pipeline.plan.load_plan import load_plan
     from smelt.training.processes import external_rank

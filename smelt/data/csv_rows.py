@@ -227,13 +227,17 @@ def _flatten_translation(rows: RowIterator) -> RowIterator:
         yield location, inner if isinstance(inner, Mapping) else row
 
 
+# json.loads with a hook makes a decoder for each line
+_ROW_DECODER = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
+
+
 def _read_json_lines(path: Path) -> RowIterator:
     with open_text(path, newline="\n") as stream:
         for number, line in enumerate(read_lines(path, stream), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line, object_pairs_hook=reject_duplicate_keys)
+                row = _ROW_DECODER.decode(line)
             except DuplicateKeyError as error:
                 raise InputError(
                     f"{path}:{number}: this row has the key {error} twice. Rename or remove one of the two.",

@@ -103,8 +103,7 @@ def _parse_examples(
     try:
         for number, (location, row) in enumerate(rows, start=1):
             try:
-                example = _parse_example(row, location, spec, columns, targets_optional)
-                parsed.append(replace(example, row=number))
+                parsed.append(_parse_example(row, location, number, spec, columns, targets_optional))
                 names.update(row)
             except MissingColumnError as error:
                 raise (
@@ -150,12 +149,17 @@ def _incomplete_row_error(
 
 
 def _parse_example(
-    row: Mapping[str, Any], location: str, spec: TaskSpec, columns: Columns, targets_optional: bool
+    row: Mapping[str, Any],
+    location: str,
+    number: int,
+    spec: TaskSpec,
+    columns: Columns,
+    targets_optional: bool,
 ) -> Example:
     tail = location.rpartition(":")[2]
     line = int(tail) if tail.isdecimal() else None
     lacks_target = targets_optional and spec.lacks_target(row, columns)
-    return replace(spec.parse_row(row, location, columns, lacks_target), line=line)
+    return replace(spec.parse_row(row, location, columns, lacks_target), line=line, row=number)
 
 
 def _combined_errors(errors: Sequence[InputError]) -> InputError:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import smelt
-from smelt.pipeline.execute.run_folder import summary_lines
+from smelt.pipeline.execute.run_result import summary_lines
 from smelt.pipeline.execute.step_runner import StepRunner
 from tests.support import harness
 from tests.support.expected_errors import raises_code

@@ -33,8 +33,6 @@ from smelt.pipeline.execute.ray_cluster import open_cluster
 from smelt.pipeline.execute.report_builder import CANNOT_RUN_HERE, ReportBuilder
 from smelt.pipeline.execute.run_costs import estimate_run
 from smelt.pipeline.execute.run_folder import (
-    Report,
-    Result,
     RunFolder,
     StorePlace,
     check_store,
@@ -42,8 +40,8 @@ from smelt.pipeline.execute.run_folder import (
     register_run,
     require_run_folder,
     run_folder_lock,
-    write_report,
 )
+from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
 from smelt.pipeline.execute.trackers import RunTrackers

@@ -1,6 +1,4 @@
-"""A run's folder (recipe, report, links to the store, results of an earlier run), and the runs of a store.
-
-The result of a run is its report, the files written to its folder, and the summary on the terminal.
+"""A run's folder (recipe, links to the store, results of an earlier run), and the runs of a store.
 
 A run with `--until` runs a part of the recipe. Artifacts of the other steps from an earlier run in the same
 folder are kept if they still match the recipe, and are marked in the report. Their links protect them from
@@ -13,23 +11,18 @@ files, runs next to the store are found by their folders, all others by a record
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import os
-import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from html import escape
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact, broken_link_problem
-from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
+from smelt.core.errors import InputError
 from smelt.core.files import (
     json_hash,
     load_json,
@@ -39,238 +32,14 @@ from smelt.core.files import (
     write_hashed_json,
 )
 from smelt.core.locks import file_lock, heartbeat, is_active
-from smelt.core.messages import escape_controls
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
-from smelt.core.system import interrupted_exit_code
 from smelt.core.workspaces import OWNER_SUFFIX
 from smelt.evaluate.custom_metric import copy_custom_metrics
-from smelt.evaluate.report.chart import CHART_FILES, chart_files
-from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import SCORES_FOLDER, read_report, validate_report
-from smelt.evaluate.report.view import find_task
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
     from smelt.pipeline.plan.plan import Plan
-
-
-EXIT_CODES = {"passed": 0, "error": 1, "gate-failed": 3}
-NOT_COPIED_EXIT_CODE = 4  # passed, but the remote store lacks results
-
-
-class Report(Mapping[str, Any]):
-    """The report of a run, a read-only mapping with the content of report.json (docs/reference/report.md).
-
-    Notebooks display it as the HTML report.
-    """
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-
-        validate_report(data)
-        self.data = dict(data)
-
-    @classmethod
-    def read(cls, run: str | PathLike[str]) -> Report:
-        """Read the report of the run in the folder `run`, or the report.json at that path.
-
-        Raises:
-            InputError: there is no report, or this version of smelt cannot read it.
-        """
-        return cls(read_report(Path(run).expanduser()))
-
-    def to_frame(self) -> Any:
-        """Return a pandas DataFrame with one row per step.
-
-        Columns: step, stage, parent, status, format, target, parameters, operations, size_bytes; for each
-        metric its value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs`
-        (percent), `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each
-        measured batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
-
-        Raises:
-            MissingDependencyError: pandas is not installed.
-        """
-        try:
-            import pandas  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_frame needs pandas: pip install 'smelt[notebook]'", code="not-installed"
-            ) from error
-
-        return pandas.DataFrame([step_row(step) for step in self.data["steps"]]).set_index("step")
-
-    def _repr_html_(self) -> str:
-
-        page = escape(render_html(self.data), quote=True)
-        return (
-            f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0" title="report"></iframe>'
-        )
-
-    def __repr__(self) -> str:
-        return f"Report({self.data['recipe'].get('name', 'run')!r}, {self.data['status']!r})"
-
-    def __str__(self) -> str:
-
-        return render_table(self.data)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.data[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-
-_AGREEMENT_COLUMNS = {
-    "equal": "same_outputs",
-    "bleu": "agreement_bleu",
-    "chrf": "agreement_chrf",
-    "kl_divergence": "kl_divergence",
-}
-
-
-def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step of a report as a flat row."""
-    copied_keys = ("stage", "parent", "status", "format", "target", "parameters", "operations", "size_bytes")
-    row: dict[str, Any] = {"step": step["name"], **{name: step.get(name) for name in copied_keys}}
-    for metric, score in (step["quality"] or {}).items():
-        row[metric] = score["value"]
-        row |= {f"{metric}_{part}": value for part, value in (score.get("parts") or {}).items()}
-        if test := (step["against_baseline"] or {}).get(metric):
-            row |= {
-                f"{metric}_difference": test["difference"],
-                f"{metric}_p_value": test["p_value"],
-                f"{metric}_p_value_holm": test.get("p_value_holm"),
-            }
-    for name, value in (step.get("agreement") or {}).items():
-        if name in _AGREEMENT_COLUMNS and value is not None:
-            row[_AGREEMENT_COLUMNS[name]] = value
-    if (layers := step.get("layer_sqnr")) and layers["output_sqnr_db"] is not None:
-        row["output_sqnr_db"] = layers["output_sqnr_db"]
-    for latency in step["latency"] or []:
-        row[f"latency_ms_{latency['batch_size']}"] = latency["p50_ms"]
-        row[f"speedup_{latency['batch_size']}"] = latency["speedup"]
-    return row
-
-
-def report_csv(report: Mapping[str, Any]) -> str:
-    """Return the table of `Report.to_frame` as CSV, with a line for each step."""
-    rows = [step_row(step) for step in report["steps"]]
-    text = io.StringIO()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_csv_cell, names))
-    writer.writerows([_csv_cell(row.get(name)) for name in names] for row in rows)
-    return text.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    """Return a text without control characters, and with an apostrophe before what starts a formula.
-
-    Source: CSV injection, OWASP. Spreadsheets compute cells that begin with one of these characters.
-    """
-    if not isinstance(value, str):
-        return value
-    text = escape_controls(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text
-
-
-@dataclass
-class Result:
-    """The result of a run: report (see docs/reference/report.md), folder and exit code.
-
-    not_copied: the number of results that the remote store lacks.
-    """
-
-    report: Report
-    folder: Path
-    not_copied: int = 0
-    exit_code: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        status = self.report["status"]
-        self.exit_code = interrupted_exit_code() if status == "interrupted" else EXIT_CODES[status]
-        if self.not_copied and not self.exit_code:
-            self.exit_code = NOT_COPIED_EXIT_CODE
-
-    def __repr__(self) -> str:
-        """Return a short form without the report: name, status and folder."""
-        name = self.report["recipe"].get("name", "run")
-        return f"Result({name!r}, {self.report['status']!r}, {str(self.folder)!r})"
-
-    def artifact(self, step: str) -> Path:
-        """Return the folder of the artifact of `step`, for `smelt.load`.
-
-        Raises:
-            InputError: no such step, or it has no artifact.
-        """
-        folder = self.folder / "artifacts" / step
-        available = [s["name"] for s in self.report["steps"] if s["artifact"]]
-        if step not in available or not folder.is_dir():
-            names = ", ".join(available)
-            raise InputError(
-                f"no artifact of a step '{step}'. Available steps: {names}.{did_you_mean(step, available)}",
-                code="no-artifact",
-            )
-        return folder
-
-
-def write_report(
-    folder: Path, report: Mapping[str, Any], with_charts: bool = True, with_pages: bool = True
-) -> None:
-    """Write the report to `folder`: report.json, and with pages .md, .html and .csv.
-
-    with_charts: with charts, also as files.
-    """
-    from smelt.evaluate.report.markdown import render_markdown
-
-    write_atomically(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    if not with_pages:
-        return
-    write_atomically(folder / "report.md", render_markdown(report))
-    write_atomically(folder / "report.html", render_html(report, with_charts))
-    write_atomically(folder / "report.csv", report_csv(report))
-    if with_charts:
-        charts = chart_files(validate_report(report))
-        for name in set(CHART_FILES) - charts.keys():
-            (folder / name).unlink(missing_ok=True)
-        for name, content in charts.items():
-            write_atomically(folder / name, content)
-
-
-def summary_lines(result: Result) -> Sequence[str]:
-    """Return the final output of `smelt run`: the table, the report's path, and commands to try and deploy.
-
-    Without the commands where the verdict recommends no step.
-    """
-    from smelt.evaluate.report.verdict import ship_command
-
-    lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
-    report = validate_report(result.report)
-    links = [result.folder / "artifacts" / step.name for step in report.steps if step.artifact]
-    problems = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
-    if (first_problem := next(problems, None)) is not None:  # no command with these artifacts would work
-        return [*lines, f"{_short_path(first_problem[0])}: {first_problem[1][1]}"]
-    step = next((step for step in report.steps if report.verdict and step.name == report.verdict.step), None)
-    if step is None:
-        return lines
-    folder = _short_path(result.folder / "artifacts" / step.name)
-    example_input = find_task(report).command_input
-    return [
-        *lines,
-        f"Try it: smelt predict {shlex.quote(folder)} {example_input}",
-        f"Ship it: {ship_command(report, step, folder)}",
-    ]
-
-
-def _short_path(path: Path) -> str:
-    """Return `path`, relative to the current folder if it is inside."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 @dataclass(frozen=True)
@@ -456,7 +225,6 @@ def linked_keys(store: Path, folder: Path) -> dict[str, str]:
 _LOG_FILE = "log.txt"
 # Files of a run that was killed right after its start.
 _INITIAL_FILES = {".lock", _LOG_FILE}
-_REPORT_FILES = ("report.json", "report.md", "report.html", "report.csv", *CHART_FILES)
 
 
 def require_run_folder(folder: Path) -> None:
@@ -482,6 +250,13 @@ class RunFolder:
     path: Path
     previous_keys: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def scores_folder(self) -> Path:
+        """The folder of the statistics per sample, a file for each step."""
+        from smelt.evaluate.report.schema import SCORES_FOLDER
+
+        return self.path / SCORES_FOLDER
+
     def replaced_recipe(self, plan: Plan) -> str | None:
         """Return the name of another recipe whose report will be replaced; None if there is none."""
         try:
@@ -502,11 +277,13 @@ class RunFolder:
         self.previous_keys = {
             step.name: links[step.name] for step in plan.excluded_steps if step.name in links
         }
-        for scores in (self.path / SCORES_FOLDER).glob("*.json.gz"):
+        for scores in self.scores_folder.glob("*.json.gz"):
             if scores.name.removesuffix(".json.gz") not in self.previous_keys:
                 scores.unlink()
         if not self.previous_keys:  # else the report describes kept artifacts until this run replaces it
-            for name in _REPORT_FILES:
+            from smelt.pipeline.execute.run_result import REPORT_FILES
+
+            for name in REPORT_FILES:
                 (self.path / name).unlink(missing_ok=True)
         for partial_path in partial_files(self.path):
             partial_path.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
@@ -517,7 +294,7 @@ class RunFolder:
         """Write the statistics per sample and the outputs of a scored step, for `smelt compare`."""
         values = {key: score[key] for key in ("statistics", "predictions", "labels") if key in score}
         content = gzip.compress(json.dumps(values, ensure_ascii=False).encode("utf-8"), mtime=0)
-        write_atomically(self.path / SCORES_FOLDER / f"{name}.json.gz", content)
+        write_atomically(self.scores_folder / f"{name}.json.gz", content)
 
     def link_artifact(self, name: str, artifact: Artifact) -> None:
         """Create the link `artifacts/NAME` to `artifact`, or replace it."""
@@ -567,7 +344,7 @@ class RunFolder:
         for name in stale_names:
             self.previous_keys.pop(name, None)
             (self.path / "artifacts" / name).unlink(missing_ok=True)
-            (self.path / SCORES_FOLDER / f"{name}.json.gz").unlink(missing_ok=True)
+            (self.scores_folder / f"{name}.json.gz").unlink(missing_ok=True)
         return previous
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from smelt.core.artifact import Artifact
 from smelt.core.messages import Message, warning
-from smelt.pipeline.execute.run_folder import step_row
+from smelt.pipeline.execute.run_result import step_row
 from smelt.pipeline.recipe.recipe import TrackerName
 
 if TYPE_CHECKING:

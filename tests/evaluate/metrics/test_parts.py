@@ -7,7 +7,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics.bleu import BLEU
 
 from smelt.evaluate.quality import score_texts
-from smelt.pipeline.execute.run_folder import step_row
+from smelt.pipeline.execute.run_result import step_row
 
 pytestmark = pytest.mark.quick
 

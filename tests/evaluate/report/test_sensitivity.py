@@ -10,7 +10,7 @@ from smelt.evaluate.report import sensitivity
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute.run_folder import step_row
+from smelt.pipeline.execute.run_result import step_row
 from tests.support import harness
 from tests.support.models import tiny
 from tests.support.standins.sample_report import HtmlOutline, ten_step_report

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import ReportData
-from smelt.pipeline.execute.run_folder import report_csv
+from smelt.pipeline.execute.run_result import report_csv
 from tests.support.standins.sample_report import (
     HtmlOutline,
     make_message,

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from smelt.pipeline.execute.run_folder import Result, summary_lines
+from smelt.pipeline.execute.run_result import Result, summary_lines
 from tests.support.standins import sample_report
 
 

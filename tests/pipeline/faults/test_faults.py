@@ -17,7 +17,7 @@ from smelt.compress.prune.stage import Prune
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import RunError
 from smelt.evaluate.report.schema import validate_report
-from smelt.pipeline.execute import run_folder
+from smelt.pipeline.execute import run_result
 from smelt.pipeline.execute.display import explain_step_error, unexpected_traceback, with_user_paths
 from tests.support import harness
 from tests.support.models import tiny
@@ -240,8 +240,8 @@ def test_unwritable_report_is_error_without_traceback(home, tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         original(path, text)
 
-    original = run_folder.write_atomically
-    monkeypatch.setattr(run_folder, "write_atomically", full)
+    original = run_result.write_atomically
+    monkeypatch.setattr(run_result, "write_atomically", full)
     result = _run(home, tmp_path, "--until", "prune")
     assert result.exit_code == 1
     assert "[disk-full]: report: " in result.output

@@ -86,6 +86,11 @@ class TrainingSettings(Settings):
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="weight of the uniform distribution in the targets"
     )
+    sampling: Literal["uniform", "balanced"] = Field(
+        default="uniform",
+        description="classifiers: balanced draws each class equally often, with replacement, instead of each"
+        " sample once a pass",
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     dropout: float | None = Field(
         default=None,

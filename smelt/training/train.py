@@ -69,7 +69,7 @@ def train(
     from smelt.training.losses import label_objective
     from smelt.training.trainer import run_training
 
-    _require_samples(settings, ctx, stage, scores=objective is None)
+    require_training_samples(ctx, stage, labels=objective is None or settings.sampling == "balanced")
     tokenizer = load_processor(src.path)
 
     def encode(split: Split, name: str) -> list[EncodedSample]:
@@ -78,6 +78,12 @@ def train(
         )
 
     samples = encode(ctx.data["train"], "train")
+    if settings.sampling == "balanced" and not all(isinstance(sample.target, int) for sample in samples):
+        raise InputError(
+            f"{stage}: sampling: balanced requires samples with one class each. Remove it.",
+            code="not-one-class",
+            setting="sampling",
+        )
     validation, score, probe = None, None, None
     if settings.num_evals and (split := ctx.data.get("validation")):
         windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
@@ -154,15 +160,19 @@ def _may_be_best_after_start(eligible: Callable[[int], bool], step: int) -> bool
     return step > 0 and eligible(step)
 
 
-def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
-    """Require training samples, and scores of pairs if needed."""
+def require_training_samples(ctx: Context, stage: str, *, labels: bool) -> None:
+    """Require training samples, and their labels or scores of pairs if needed.
+
+    Raises:
+        InputError: `missing-data`, `missing-labels` or `missing-scores`.
+    """
     if "train" not in ctx.data:
         raise InputError(
             f"{stage}: training samples are required. Add data: {{train: FILE}}.",
             code="missing-data",
             setting="data.train",
         )
-    if scores and (errors := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
+    if labels and (errors := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {errors[0].message}", code=errors[0].code)
 
 

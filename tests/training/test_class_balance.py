@@ -120,10 +120,13 @@ def errors_of(stage, settings, task, data, config):
     [
         ({"sampling": "balanced"}, "text-classification", {"num_labels": 3}, set()),
         ({"class_weights": "balanced"}, "token-classification", {"num_labels": 3}, set()),
-        ({"sampling": "balanced"}, "token-classification", {"num_labels": 3}, {("does-not-fit-task", "sampling")}),
+        ({"sampling": "balanced"}, "token-classification", {}, {("does-not-fit-task", "sampling")}),
         ({"sampling": "balanced"}, "translation", {}, {("does-not-fit-task", "sampling")}),
         ({"class_weights": "balanced"}, "translation", {}, {("does-not-fit-task", "class_weights")}),
-        ({"sampling": "balanced"}, "text-classification", {"num_labels": 1}, {("does-not-fit-model", "sampling")}),
+        (
+            {"sampling": "balanced"}, "text-classification", {"num_labels": 1},
+            {("does-not-fit-model", "sampling")},
+        ),
         (
             {"class_weights": "balanced"}, "text-classification", {"num_labels": 1},
             {("does-not-fit-model", "class_weights")},

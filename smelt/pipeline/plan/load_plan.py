@@ -39,6 +39,7 @@ from smelt.pipeline.plan.plan import Plan, PlanStep
 from smelt.pipeline.plan.quantized_steps import prequantized_errors, qat_errors, quantization_lost_warnings
 from smelt.pipeline.plan.run_checks import (
     check_baseline,
+    check_compiled_baseline,
     check_device,
     check_folds,
     check_latency_steps,
@@ -261,6 +262,7 @@ READERS: tuple[Check, ...] = (
 # Checks of what was read, in any order: none changes the context.
 CHECKS: tuple[Check, ...] = (
     check_latency_steps,
+    check_compiled_baseline,
     check_baseline,
     check_text_rules,
     check_untrained,

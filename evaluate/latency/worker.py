@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from smelt.core.errors import InputError
 from smelt.core.system import peak_memory_bytes
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
@@ -95,6 +96,14 @@ class TimingWorker:
         self._timed_runner, self._task = TimedRunner(runner), request["task"]
         self._compiled = bool(request.get("compiled"))
         if self._compiled:
+            from smelt.runtimes.torch_backend import TorchBackend
+
+            if not isinstance(runner.backend, TorchBackend):
+                raise InputError(
+                    f"{artifact.path}: only a torch model is compiled. Remove score.latency.baseline.",
+                    code="does-not-fit-model",
+                    setting="score.latency.baseline",
+                )
             runner.backend.compile()
         if task_traits(self._task).modality == "arrays":
             from smelt.data.npz_arrays import read_samples

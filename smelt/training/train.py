@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.process_group import process_rank
 from smelt.data.splits import Split, missing_labels_errors, spread_indices
 from smelt.stage import Context
-from smelt.training.settings import LOSS_METRIC, TrainingSettings
+from smelt.training.settings import ADAPTER_FOLDER, LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit
@@ -135,7 +136,7 @@ def train(
         src=src,
     )
     if adapters is not None:
-        adapters.finalize()
+        _end_lora(adapters, ctx)
     if rounding is not None:
         _warn_of_rounding(rounding, ctx)
     for technique in begun:
@@ -202,3 +203,10 @@ def _begin_lora(
     ctx.details["lora"] = adapters.details()
     ctx.warnings.extend(adapters.warnings())
     return adapters
+
+
+def _end_lora(adapters: LoraAdapters, ctx: Context) -> None:
+    """Write the adapters if set; then they become part of the model."""
+    if adapters.settings.save_adapter and not process_rank():  # of several processes, process 0 writes
+        adapters.save(ctx.out / ADAPTER_FOLDER)
+    adapters.finalize()

@@ -101,10 +101,12 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
             planned.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
             continue
         if is_linear:
-            if module is head and not settings.output_layer:
+            if module is head and not settings.quantizes_output_layer:
                 continue
         elif not (
-            is_embedding_table(module) and settings.embeddings and id(module.weight) in embedding_weights
+            is_embedding_table(module)
+            and settings.quantizes_embeddings
+            and id(module.weight) in embedding_weights
         ):
             continue
         scheme = settings.resolved_embedding_scheme if module is head or not is_linear else settings.scheme

@@ -36,6 +36,7 @@ from smelt.quantization.layers import (
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedMatrix,
+    SplitLinear,
     empty_quantized,
     is_embedding_table,
     is_quantized,
@@ -424,7 +425,8 @@ def quantize_module(
 def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
     """Return the mean stored bits per quantized weight, each matrix counted once.
 
-    Scales, zero points, codebooks and low-rank corrections are included.
+    Scales, zero points, codebooks and low-rank corrections are included. The two halves of a split layer are
+    the bits of the same weights.
 
     Args:
         model: a model with at least one quantized layer.
@@ -440,7 +442,16 @@ def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
     total_bytes = quantized_bytes(nn.ModuleList(matrices.values())) + stored * sum(
         p.numel() for p in pairs.values()
     )
-    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
+    second_halves = {
+        id(half.matrix)
+        for m in model.modules()
+        if isinstance(m, SplitLinear)
+        for half in m.second.modules()
+        if is_quantized(half)
+    }
+    weights = sum(
+        len(matrix.codes) * matrix.width for key, matrix in matrices.items() if key not in second_halves
+    )
     return round(8 * total_bytes / weights, 3)
 
 

@@ -320,6 +320,7 @@ def _notes(context: CheckContext) -> Iterator[Message]:
     config = start_config(context) if context.start_format == "torch" else None
     yield from default_rate_notes(steps, config or {}, quantization)
     yield from unsuitable_method_notes(steps)
+    yield from torch_only_notes(steps)
     yield from custom_metric_notes(context.recipe)
 
 
@@ -394,6 +395,25 @@ def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "mixed_precision", None) is None:
             for message in two_bit_warnings(settings.used_schemes()):
                 yield replace(message, severity="info", step=step.name)
+
+
+def torch_only_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
+    """Yield a note for each step that quantizes to a scheme which no target supports.
+
+    What is trained on such weights, such as adapters, then runs in torch only.
+    """
+    for step in steps:
+        quantized = step.settings
+        if not isinstance(quantized, QuantizeSettings):
+            continue
+        schemes = [SCHEMES[name] for name in quantized.used_schemes()]
+        without_target = [scheme.name for scheme in schemes if not supported_targets([scheme])]
+        if without_target:
+            text = (
+                f"{', '.join(without_target)} is not exported to any runtime: this step and what is trained on"
+                " it run in torch only. For an exported model use int8-dynamic, or bnb-nf4 for ort-cpu."
+            )
+            yield replace(info("torch-only", text), step=step.name)
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:

@@ -2,7 +2,7 @@
 
 Checked are model, data and device, and, from config and data without torch, that each stage fits its input
 model and samples. The plan also reports the default learning rates of training steps, and quantization
-methods that do not suit their scheme.
+methods that do not suit their scheme, and schemes that are not exported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.quantize.settings import two_bit_warnings
+from smelt.compress.quantize.settings import QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
@@ -83,7 +83,7 @@ from smelt.pipeline.recipe.recipe import check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
-from smelt.quantization.schemes.registry import SCHEMES
+from smelt.quantization.schemes.registry import SCHEMES, supported_targets
 from smelt.training.settings import (
     TrainedPart,
     TrainingSettings,
@@ -410,8 +410,8 @@ def torch_only_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
         without_target = [scheme.name for scheme in schemes if not supported_targets([scheme])]
         if without_target:
             text = (
-                f"{', '.join(without_target)} is not exported to any runtime: this step and what is trained on"
-                " it run in torch only. For an exported model use int8-dynamic, or bnb-nf4 for ort-cpu."
+                f"{', '.join(without_target)} is not exported to any runtime: this step and what is trained"
+                " on it run in torch only. For an exported model use int8-dynamic, or bnb-nf4 for ort-cpu."
             )
             yield replace(info("torch-only", text), step=step.name)
 

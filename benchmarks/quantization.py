@@ -83,7 +83,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "ternary gptq": {"scheme": "ternary", "method": "gptq", "group_size": 64},
     "binary rtn": {"scheme": "binary", "group_size": 64},
     "binary gptq": {"scheme": "binary", "method": "gptq", "group_size": 64},
-    "bnb-nf4": {"scheme": "bnb-nf4"},
+    "bnb-nf4": {"scheme": "bnb-nf4", "embedding_scheme": "bnb-nf4"},
 }
 # trained through their codes; `fp32 trained` is the control with as many updates
 TRAINED: dict[str, dict[str, Any] | None] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,13 +21,14 @@ from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
+from smelt.data.labels import REGRESSION, SINGLE_LABEL, class_names, problem_type
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize, SizeInputs, StepSize
 from smelt.stage import Context, Need, Stage
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_size
-from smelt.training.train import train
+from smelt.training.train import require_training_samples, train
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit
@@ -132,6 +133,9 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
     if settings.packing and family is not None and not family.separates_packed_sequences:
         text = f"transformers' {family.name} has attention between packed samples; remove packing."
         return [error_message("does-not-fit-model", text, setting="packing")]
+    if settings.sampling == "balanced" and (problem := problem_type(config)) != SINGLE_LABEL:
+        text = f"samples with one class each can be drawn by class, but the model's are {problem}; remove it."
+        return [error_message("does-not-fit-model", text, setting="sampling")]
     reason = no_blocks_reason(config)
     techniques = [
         technique
@@ -150,8 +154,15 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
 
 
 def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:
-    """Return the errors: width masks where outputs are hidden states, packing of other than responses."""
+    """Return the errors.
+
+    They are width masks where outputs are hidden states, packing of other than responses, and sampling by
+    class without classes.
+    """
     errors = []
+    if settings.sampling == "balanced" and task_traits(task).output != "labels":
+        text = f"only samples of {task_names(output='labels')} have one class each, not of {task}; remove it."
+        errors.append(error_message("does-not-fit-task", text, setting="sampling"))
     if settings.packing and task_traits(task).samples != "prompts":
         text = f"only samples of {task_names(samples='prompts')} are packed, not of {task}; remove packing."
         errors.append(error_message("does-not-fit-task", text, setting="packing"))
@@ -217,6 +228,11 @@ def _techniques(
 class FinetuneSettings(TechniqueTrainingSettings):
     """Settings of `finetune`."""
 
+    class_weights: Literal["balanced"] | None = Field(
+        default=None,
+        description="classifiers: balanced multiplies the loss of a class by the inverse of its frequency",
+    )
+
 
 class Finetune(Stage[FinetuneSettings]):
     """Train on the labels of the training samples; keep the model's structure.
@@ -263,14 +279,21 @@ class Finetune(Stage[FinetuneSettings]):
         cls, settings: FinetuneSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
-        return check_training(settings, config), config
+        errors = check_training(settings, config)
+        if settings.class_weights is not None and problem_type(config) == REGRESSION:
+            text = "a model with numbers as outputs (problem_type: regression) has no classes; remove it."
+            errors.append(error_message("does-not-fit-model", text, setting="class_weights"))
+        return errors, config
 
     @classmethod
     def check_rows(cls, settings: FinetuneSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return errors about the data: sentence embedders need scores, and keep their hidden width."""
-        return missing_labels_errors(task, data, ("train", "validation")) + training_task_errors(
-            settings, task
-        )
+        errors = missing_labels_errors(task, data, ("train", "validation"))
+        errors += training_task_errors(settings, task)
+        if settings.class_weights is not None and not task_traits(task).classifies:
+            text = f"only samples of {task_names(classifies=True)} have classes, not of {task}; remove it."
+            errors.append(error_message("does-not-fit-task", text, setting="class_weights"))
+        return errors
 
     @classmethod
     def estimate_size(cls, settings: FinetuneSettings, inputs: SizeInputs) -> StepSize:
@@ -289,5 +312,24 @@ class Finetune(Stage[FinetuneSettings]):
 
         model, edits = load_trainable(src, ctx, settings.lora is not None)
         edits = split_before_training(model, edits, settings.qat, ctx)
-        train_with_techniques(model, src, settings, ctx, edits=edits, stage=self.name)
+        objective = None if settings.class_weights is None else _balanced_objective(model, settings, ctx)
+        train_with_techniques(model, src, settings, ctx, edits=edits, stage=self.name, objective=objective)
         save_trained(model, edits, src.path, settings.dtype, settings.qat, ctx)
+
+
+def _balanced_objective(model: Any, settings: FinetuneSettings, ctx: Context) -> Objective:
+    """Return the loss with the labels, in which the classes of the training samples count equally."""
+    from smelt.tasks.registry import task_spec
+    from smelt.tasks.samples import classifier_targets
+    from smelt.training.losses import balanced_class_weights, label_objective
+
+    require_training_samples(ctx, "finetune", labels=True)
+    examples = task_spec(ctx.task).label_examples(ctx.data["train"].examples)
+    weights = balanced_class_weights(
+        classifier_targets(examples, model.config, "train"), model.config.num_labels
+    )
+    names = class_names({"id2label": model.config.id2label})
+    ctx.details["class_weights"] = {
+        name: round(weight, 4) for name, weight in zip(names, weights.tolist(), strict=True)
+    }
+    return label_objective(settings.label_smoothing, weights)

@@ -204,6 +204,9 @@ class Distill(Stage[DistillSettings]):
                 )
             )
         errors += check_unlabeled(settings, task, data)
+        if settings.sampling == "balanced" and settings.train_on != "labeled":
+            text = "samples without labels have no classes to draw by; remove it, or train_on."
+            errors.append(error_message("missing-labels", text, setting="sampling"))
         if task_traits(task).modality == "image":
             with_inner = [t for t in settings.phase_settings() if t.losses.inner_weights()]
             setting = "losses" if settings.phases is None else "phases"

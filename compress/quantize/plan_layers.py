@@ -36,6 +36,7 @@ from smelt.quantization.layers import (
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedMatrix,
+    SplitLinear,
     empty_quantized,
     is_embedding_table,
     is_quantized,
@@ -101,10 +102,12 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
             planned.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
             continue
         if is_linear:
-            if module is head and not settings.output_layer:
+            if module is head and not settings.quantizes_output_layer:
                 continue
         elif not (
-            is_embedding_table(module) and settings.embeddings and id(module.weight) in embedding_weights
+            is_embedding_table(module)
+            and settings.quantizes_embeddings
+            and id(module.weight) in embedding_weights
         ):
             continue
         scheme = settings.resolved_embedding_scheme if module is head or not is_linear else settings.scheme
@@ -422,7 +425,8 @@ def quantize_module(
 def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
     """Return the mean stored bits per quantized weight, each matrix counted once.
 
-    Scales, zero points, codebooks and low-rank corrections are included.
+    Scales, zero points, codebooks and low-rank corrections are included. The two halves of a split layer are
+    the bits of the same weights.
 
     Args:
         model: a model with at least one quantized layer.
@@ -438,7 +442,16 @@ def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
     total_bytes = quantized_bytes(nn.ModuleList(matrices.values())) + stored * sum(
         p.numel() for p in pairs.values()
     )
-    weights = sum(len(matrix.codes) * matrix.width for matrix in matrices.values())
+    second_halves = {
+        id(half.matrix)
+        for m in model.modules()
+        if isinstance(m, SplitLinear)
+        for half in m.second.modules()
+        if is_quantized(half)
+    }
+    weights = sum(
+        len(matrix.codes) * matrix.width for key, matrix in matrices.items() if key not in second_halves
+    )
     return round(8 * total_bytes / weights, 3)
 
 

@@ -171,7 +171,7 @@ def split_before_training(
 def split_ternary_layers(model: nn.Module, edits: list[Edit]) -> tuple[list[Edit], int]:
     """Split the ternary linear layers of `model` in place, with master weights for both halves.
 
-    Matrices that are also embeddings are not split, because embeddings have no binary scheme.
+    Embeddings are not split: only products are computed as a sum of two.
 
     Args:
         model: prepared by `prepare_qat`.

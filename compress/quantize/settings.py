@@ -205,8 +205,14 @@ class QuantizeSettings(SchemeSettings):
         ge=0,
         description="samples for the sensitivity of layers",
     )
-    embeddings: bool = Field(default=True, description="quantize token embeddings")
-    output_layer: bool = Field(default=True, description="quantize the output layer")
+    embeddings: bool | None = Field(
+        default=None,
+        description="quantize token embeddings; default: true, with bnb-nf4 and bnb-int8 only if"
+        " embedding_scheme is set",
+    )
+    output_layer: bool | None = Field(
+        default=None, description="quantize the output layer; default: as embeddings"
+    )
     embedding_scheme: EmbeddingScheme | None = Field(default=None, description=EMBEDDING_SCHEME)
 
     @field_validator("exclude", mode="before")
@@ -479,6 +485,24 @@ class QuantizeSettings(SchemeSettings):
         return [pattern for pattern in self.exclude if pattern != AUTO]
 
     @property
+    def quantizes_embeddings(self) -> bool:
+        """Whether token embeddings are quantized."""
+        return self._quantizes_tables if self.embeddings is None else self.embeddings
+
+    @property
+    def quantizes_output_layer(self) -> bool:
+        """Whether the output layer is quantized."""
+        return self._quantizes_tables if self.output_layer is None else self.output_layer
+
+    @property
+    def _quantizes_tables(self) -> bool:
+        return (
+            self.embedding_scheme is not None
+            or self.mixed_precision is not None
+            or SCHEMES[self.scheme].quantizes_tables
+        )
+
+    @property
     def resolved_embedding_scheme(self) -> str:
         """The scheme of embeddings and output layer."""
         return self.embedding_scheme or self._own_table_scheme
@@ -491,7 +515,11 @@ class QuantizeSettings(SchemeSettings):
         """Return the schemes that are used, the one of the linear layers first."""
         if self.mixed_precision is not None:
             return tuple(SCHEMES_BY_BITS[width].name for width in self.mixed_precision.bit_widths)
-        tables = [self.resolved_embedding_scheme] if self.embeddings or self.output_layer else []
+        tables = (
+            [self.resolved_embedding_scheme]
+            if self.quantizes_embeddings or self.quantizes_output_layer
+            else []
+        )
         return tuple(dict.fromkeys((self.scheme, *tables)))
 
     def to_report(self) -> dict[str, Any]:
@@ -500,6 +528,7 @@ class QuantizeSettings(SchemeSettings):
         As settings in a recipe they give the same quantized weights.
         """
         dumped = super().to_report() | shared_options(self.used_schemes(), self)
+        dumped |= {"embeddings": self.quantizes_embeddings, "output_layer": self.quantizes_output_layer}
         if self.mixed_precision is None:
             dumped["embedding_scheme"] = self.resolved_embedding_scheme
         unused = {name for name, means in self._effective_settings().items() if not means}
@@ -515,7 +544,7 @@ class QuantizeSettings(SchemeSettings):
         )
         return {
             "scheme": uniform,
-            "embedding_scheme": uniform and (self.embeddings or self.output_layer),
+            "embedding_scheme": uniform and (self.quantizes_embeddings or self.quantizes_output_layer),
             "act_order": self.compensates_rounding,
             "gptaq_alpha": self.gptaq_alpha is not None,
             "duo_scaling": self.scales_inputs,

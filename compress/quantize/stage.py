@@ -394,8 +394,9 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
     table = settings.resolved_embedding_scheme
     bytes_per_weight = _bytes(table, settings.scheme_options(table), size.width)
     for num_weights, is_quantized in (
-        (size.table_weights, settings.embeddings), (size.head_weights, settings.output_layer)
-    ):  # fmt: skip
+        (size.table_weights, settings.quantizes_embeddings),
+        (size.head_weights, settings.quantizes_output_layer),
+    ):
         other_bytes += num_weights * (bytes_per_weight if is_quantized else size.table_bytes_per_weight)
     num_other = size.table_weights + size.head_weights + size.other_weights
     return size.stored_as(stored / max(1.0, weights), other_bytes / max(1, num_other))

@@ -190,8 +190,8 @@ class TimingJob:
     reduced: bool = field(default=False, init=False)
     _prompts_cut: bool = field(default=False, init=False)
 
-    def start_worker(self, stack: ExitStack, path: Path) -> LoadedWorker:
-        """Start a process and load an artifact in it.
+    def start_worker(self, stack: ExitStack, path: Path, compiled: bool = False) -> LoadedWorker:
+        """Start a process and load an artifact in it, `compiled` by torch.
 
         Raises:
             RunError: it cannot be loaded.
@@ -200,7 +200,7 @@ class TimingJob:
         worker = stack.enter_context(WorkerProcess(threads, self.settings.time_limit_seconds))
         answer = worker.ask(
             op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device,
-            arrays=None if self.arrays is None else str(self.arrays),
+            arrays=None if self.arrays is None else str(self.arrays), compiled=compiled,
         )  # fmt: skip
         if task_traits(self.task).samples == "running-text" and not self._prompts_cut:
             self._cut_prompts(worker)
@@ -402,7 +402,8 @@ class _Measurement:
 
     def start_baseline(self, stack: ExitStack, path: Path) -> None:
         try:
-            self._baseline_worker = self._job.start_worker(stack, path)
+            compiled = self._job.settings.baseline == "compiled"
+            self._baseline_worker = self._job.start_worker(stack, path, compiled)
             self.result.runners[self._baseline_name] = self._baseline_worker.runner
         except RunError as error:
             self.result.errors[self._baseline_name] = error.as_message()

@@ -6,7 +6,7 @@ Prompts are pieces of running text with about the same number of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -54,6 +54,11 @@ class LatencySettings(Settings):
         gt=0,
         le=100_000,
         description="time limit for all measurements; default: the time of all stages, at least 1",
+    )
+    baseline: Literal["eager", "compiled"] = Field(
+        default="eager",
+        description="compiled: the baseline, if it is a torch model that calls no decoder, is timed as"
+        " torch.compile makes it; a C++ compiler is required",
     )
     steps: str | tuple[str, ...] = Field(
         default=DEPLOYABLE_STEPS,

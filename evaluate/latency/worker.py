@@ -4,7 +4,8 @@ It exchanges JSON lines: a request per line on standard input, an answer per lin
 works only between a request and its answer and is blocked on the pipe otherwise, so that it does not
 disturb other measurements; when the pipe closes (the parent ended, for any reason) it ends too.
 
-    load: artifact, threads, task, device, arrays     -> runner, device
+    load: artifact, threads, task, device, arrays, compiled
+                                                      -> runner, device
     cut: texts, prompt_tokens, new_tokens             -> texts, new_tokens
     prepare: batch_size, texts, pairs, generation, limit_ms
                                                       -> call_ms, input_tokens, output_tokens, whole
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from smelt.core.errors import InputError
 from smelt.core.system import peak_memory_bytes
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
@@ -59,6 +61,7 @@ class TimingWorker:
     def __init__(self) -> None:
         self._timed_runner: TimedRunner | None = None
         self._task = ""
+        self._compiled = False
         self._generation: GenerationSettings | None = None
         self._groups: list[list[Example]] = []
         self._arrays: Any = None  # of samples that are not texts
@@ -91,13 +94,25 @@ class TimingWorker:
 
         runner = open_runner(artifact, request["threads"], request.get("device", "auto"))
         self._timed_runner, self._task = TimedRunner(runner), request["task"]
+        self._compiled = bool(request.get("compiled"))
+        if self._compiled:
+            from smelt.runtimes.torch_backend import TorchBackend
+
+            if not isinstance(runner.backend, TorchBackend):
+                raise InputError(
+                    f"{artifact.path}: only a torch model is compiled. Remove score.latency.baseline.",
+                    code="does-not-fit-model",
+                    setting="score.latency.baseline",
+                )
+            runner.backend.compile()
         if task_traits(self._task).modality == "arrays":
             from smelt.data.npz_arrays import read_samples
 
             # stored with the batch axis first; an array that is the same in every call has none
             axes = {name: axis and 0 for name, axis in self._timed_runner.signature.input_batch_axes.items()}
             self._arrays = read_samples(Path(request["arrays"]), axes=axes)
-        return {"runner": f"{runner.name} {runner.version}", "device": runner.device}
+        form = " (torch.compile)" if self._compiled else ""
+        return {"runner": f"{runner.name} {runner.version}{form}", "device": runner.device}
 
     def _truncate_prompts(self, request: dict[str, Any]) -> WorkerAnswer:
         """Cut prompts for a language model."""
@@ -119,6 +134,10 @@ class TimingWorker:
         self._graph_calls = []
         if task_traits(self._task).modality == "arrays":
             self._prepare_arrays()
+        for group in (
+            self._groups if self._compiled else ()
+        ):  # compile for all shapes before anything is timed
+            self._run_batch(group)
         input_tokens = output_tokens = texts = 0
         timed: list[float] = []
         begin = time.perf_counter()

@@ -268,3 +268,24 @@ def unpack_base_n_float(packed: Tensor, base: int, count: int) -> Tensor:
         digits.append(quotient - base * higher)
         quotient = higher
     return torch.stack([*digits, quotient], dim=-1).flatten(-2)
+
+
+def lookup_digits(
+    matrix: PackedMatrix, ids: Tensor, size: int, *, base: int, digits: int, values: tuple[float, float]
+) -> Tensor:
+    """Return rows of a matrix whose codes are digits, float32 [..., K], with exportable operators.
+
+    Args:
+        matrix: codes of `digits` digits in `base` per byte, and a scale per group.
+        ids: int64 [...], the rows.
+        size: weights of a group.
+        base: of the digits.
+        digits: per byte, the lowest first.
+        values: a factor and an addend: a weight is (factor * digit + addend) * scale.
+    """
+    flat, (factor, addend) = ids.flatten(), values
+    codes = unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), base, digits)[..., :size]
+    stored_scales = matrix.tensor(FLOAT16_SCALES if matrix.has(FLOAT16_SCALES) else "scales")
+    scales = stored_scales.index_select(0, flat).float()[..., None]
+    rows = ((factor * codes + addend) * scales).flatten(1)[:, : matrix.width]
+    return rows.reshape(*ids.shape, matrix.width)

@@ -135,6 +135,7 @@ class Scheme(Protocol):
     recommended_for: its use cases, in a few words, for the table of schemes.
     option_specs: its options, in the order of the help.
     supports_embeddings: whether embeddings, and an output layer tied to them, can be quantized.
+    quantizes_tables: whether embeddings and output layer are quantized unless set in the recipe.
     embedding_scheme: the scheme of embeddings and output layer unless set in the recipe; empty for this one.
     requires_training: whether the quality is low without quantization-aware training.
     learnable_scales: whether its scales can be learned (`code_range`).
@@ -175,6 +176,7 @@ class Scheme(Protocol):
     recommended_for: ClassVar[str] = ""
     option_specs: ClassVar[tuple[SchemeOption, ...]] = ()
     supports_embeddings: ClassVar[bool] = True
+    quantizes_tables: ClassVar[bool] = True
     embedding_scheme: ClassVar[str] = ""
     requires_training: ClassVar[bool] = False
     learnable_scales: ClassVar[bool] = True

@@ -73,6 +73,10 @@ class TorchBackend(NoGenerationGraphs):
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._threads = TorchThreads(threads)  # last, so that a model that does not load changes nothing
 
+    def compile(self) -> None:
+        """Compile the model's forward at its first call, for any batch size and length (torch.compile)."""
+        self._open_model.compile(dynamic=True)
+
     @torch.inference_mode()
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run the encoder or the whole model once; return its states, or its logits or vectors."""

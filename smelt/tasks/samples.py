@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -289,15 +290,24 @@ def pad_lists(lists: Sequence[Sequence[int]], value: int) -> Tensor:
 
 
 def group_by_length(
-    samples: Sequence[EncodedSample], batch_size: int, tokens: int | None, shuffle: random.Random | None
+    samples: Sequence[EncodedSample],
+    batch_size: int,
+    tokens: int | None,
+    shuffle: random.Random | None,
+    balanced: bool = False,
 ) -> list[list[int]]:
     """Return batches of indices into `samples`; samples of similar length share one.
 
     With `tokens`, a batch has at most that many padded source plus target tokens (a longer sample is a
     batch of its own). With `shuffle`, samples are sorted only within pools of 50 batches and the
-    order of the batches is random, so that batches differ between epochs.
+    order of the batches is random, so that batches differ between epochs. `balanced`: as many indices are
+    drawn with `shuffle`, with replacement, each class equally often on average.
     """
     order = list(range(len(samples)))
+    if balanced and shuffle is not None:
+        counts = Counter(sample.target for sample in samples if isinstance(sample.target, int))
+        weights = [1 / counts[sample.target] for sample in samples if isinstance(sample.target, int)]
+        order = shuffle.choices(order, weights, k=len(order))
     pool = len(order)
     if shuffle is not None:
         shuffle.shuffle(order)
@@ -368,18 +378,19 @@ def plan_batches(
     epochs: float,
     steps: int | None,
     seed: int,
+    balanced: bool = False,
 ) -> list[list[int]]:
     """Return all batches of a training in order: `steps` of them, or `epochs` passes over `samples`.
 
     The index of a sample is its number plus that of the pass times the number of samples, so that each pass
-    can draw a sample's random parts again.
+    can draw a sample's random parts again. balanced: see `group_by_length`; samples have one class each.
     """
     shuffle = random.Random(seed)
-    batches = group_by_length(samples, batch_size, tokens, shuffle)
+    batches = group_by_length(samples, batch_size, tokens, shuffle, balanced)
     num_batches = steps if steps is not None else max(1, round(epochs * len(batches)))
     for number in itertools.count(1):
         if len(batches) >= num_batches:
             break
-        again = group_by_length(samples, batch_size, tokens, shuffle)
+        again = group_by_length(samples, batch_size, tokens, shuffle, balanced)
         batches += [[number * len(samples) + index for index in batch] for batch in again]
     return batches[:num_batches]

@@ -1,8 +1,9 @@
 """Training of low-rank adapters.
 
-Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W frozen. The adapters are peft's. They are
-merged into float weights before storing. For a sparse layer the sum keeps the zeros of W, during training and
-after merging.
+Hu et al. 2021, LoRA, arXiv:2106.09685: W + alpha / r * B A, with W frozen. The adapters are peft's, also
+with the scale of rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) and the row lengths of DoRA (Liu et al. 2024,
+arXiv:2402.09353). They are merged into float weights before storing. For a sparse layer the sum keeps the
+zeros of W, during training and after merging.
 
 With quantized weights (Dettmers et al. 2023, QLoRA, arXiv:2305.14314) they are stored as a low-rank
 correction of the layer (see smelt/quantization/layers.py).
@@ -14,9 +15,11 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +39,7 @@ from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix
 from smelt.quantization.schemes.bitsandbytes import silence_bitsandbytes
 from smelt.training.settings import PEFT_VERSION, LoraSettings
 
+_PEFT_PREFIX = "base_model.model."  # of names in peft's files
 _BYTES_PER_WEIGHT = 12  # bytes a trained weight: a gradient and AdamW's two moments in float32
 
 
@@ -89,7 +93,8 @@ class QuantizedLoraLinear(nn.Module):
 
     def __init__(self, base: QuantizedLinear | LowRankCorrectedLinear, settings: LoraSettings) -> None:
         super().__init__()
-        self.base_layer, self.scaling = base, settings.alpha / settings.rank
+        self.base_layer = base
+        self.scaling = settings.alpha / (settings.rank**0.5 if settings.use_rslora else settings.rank)
         # torch initializes a Linear as peft initializes A (He et al. 2015, a = 5 ** 0.5); B is zero
         self.pair = LowRankLinear(base.in_features, base.out_features, settings.rank, bias=False)
         nn.init.zeros_(self.pair.up.weight)
@@ -126,21 +131,45 @@ class QuantizedLoraLinear(nn.Module):
         return with_low_rank_correction(base, up_weight, down_weight).train(self.training)
 
 
+def _peft_config(layer_names: Sequence[str], settings: LoraSettings) -> Any:
+    """Return peft's `LoraConfig` of adapters of these layers."""
+    with silence_bitsandbytes():  # peft imports bitsandbytes if it is installed
+        from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(layer_names),
+        bias="none",
+        use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
+    )
+
+
 def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -> None:
-    """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen."""
+    """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen.
+
+    Raises:
+        InputError: DoRA of a layer that is quantized, or sparse, whose zeros it would not keep.
+    """
     quantized_names = [
         n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)
     ]
     floats = [name for name in names if name not in quantized_names]
+    fixed = quantized_names + [name for name in floats if is_masked(model.get_submodule(name))]
+    if settings.use_dora and fixed:
+        raise InputError(
+            f"lora: use_dora supports only float layers without fixed zeros, and '{fixed[0]}' is quantized or"
+            " sparse. Remove use_dora.",
+            code="unsupported-layer",
+            setting="lora.use_dora",
+        )
     model.requires_grad_(False)
     if floats:
-        with silence_bitsandbytes():  # peft imports bitsandbytes if it is installed
-            from peft import LoraConfig, inject_adapter_in_model
+        config = _peft_config(floats, settings)
+        from peft import inject_adapter_in_model
 
-            config = LoraConfig(
-                r=settings.rank, lora_alpha=settings.alpha, target_modules=floats, bias="none"
-            )
-            inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, model)
     for name in quantized_names:
         base = model.get_submodule(name)
         replace_module(model, name, QuantizedLoraLinear(base, settings).train(base.training))
@@ -180,10 +209,11 @@ class LoraAdapters:
             if isinstance(base, nn.Linear) and is_masked(base):
                 self.layers[name].forward = partial(_masked_forward, self.layers[name])
             self._replace_layers(same_layer, self.layers[name])  # a layer with several names has one adapter
-        if any("Classification" in str(name) for name in model.config.architectures or ()):
-            for name in output_modules(model):
-                for parameter in _trainable_parameters(model.get_submodule(name)):
-                    parameter.requires_grad_(True)
+        is_classifier = any("Classification" in str(name) for name in model.config.architectures or ())
+        self.head_names = output_modules(model) if is_classifier else []
+        for name in self.head_names:
+            for parameter in _trainable_parameters(model.get_submodule(name)):
+                parameter.requires_grad_(True)
 
     def details(self) -> dict[str, int]:
         """Return the number of trained weights and the memory of their training, for the report."""
@@ -245,8 +275,30 @@ class LoraAdapters:
             self.edits[:] = edits
             for name, layer in self.layers.items():
                 if name in original_weights:
+                    if self.settings.use_dora:
+                        layer.unmerge()
                     floats[name].weight.data.copy_(original_weights[name])
                 self._replace_layers(self.places[name], layer)
+
+    def save(self, folder: Path) -> None:
+        """Write the adapters, and a classifier's output layer, as `PeftModel.from_pretrained` reads them.
+
+        Args:
+            folder: is created.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            parts = _adapter_tensors(layer)
+            tensors |= {f"{_PEFT_PREFIX}{name}.{part}": tensor for part, tensor in parts.items()}
+        for name in self.head_names:
+            head_tensors = self.model.get_submodule(name).state_dict()
+            tensors |= {f"{_PEFT_PREFIX}{name}.{part}": tensor for part, tensor in head_tensors.items()}
+        config = _peft_config(list(self.layers), self.settings)
+        config.modules_to_save = list(self.head_names) or None
+        config.inference_mode = True
+        config.save_pretrained(folder)
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "adapter_model.safetensors", {"format": "pt"})
 
     def finalize(self) -> None:
         """Merge the adapters into trainable weights, or convert them to low-rank corrections."""
@@ -265,13 +317,29 @@ class LoraAdapters:
                     replace_layer(self.model, self.edits, name, new, edit)
                     continue
                 base = layer.get_base_layer()
-                base.weight.data += _adapter_delta(layer).to(base.weight)
+                if self.settings.use_dora:
+                    layer.merge()
+                else:
+                    base.weight.data += _adapter_delta(layer).to(base.weight)
                 self._replace_layers(self.places[name], base)
 
     def _replace_layers(self, names: Sequence[str], module: nn.Module) -> None:
         for name in names:
             if self.model.get_submodule(name) is not module:
                 replace_module(self.model, name, module)
+
+
+def _adapter_tensors(layer: Any) -> dict[str, Tensor]:
+    """Return an adapter's weights by their names in peft's files: A [r, in], B [out, r], lengths [out]."""
+    if isinstance(layer, QuantizedLoraLinear):
+        return {"lora_A.weight": layer.pair.down.weight, "lora_B.weight": layer.pair.up.weight}
+    tensors = {
+        "lora_A.weight": layer.lora_A["default"].weight,
+        "lora_B.weight": layer.lora_B["default"].weight,
+    }
+    if "default" in layer.lora_magnitude_vector:
+        tensors["lora_magnitude_vector"] = layer.lora_magnitude_vector["default"].weight
+    return tensors
 
 
 def _adapter_delta(layer: Any) -> Tensor:

@@ -15,9 +15,10 @@ T = texts of a batch (2 B for pairs: all first texts first), D = width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -364,21 +365,76 @@ def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return head_output(model(**inputs, **no_cache))
 
 
-def label_objective(smoothing: float = 0.0) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
+def class_weighted_loss(
+    logits: Tensor, labels: Tensor, class_weights: Tensor, smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean loss with the labels, in which classes count by their weights.
+
+    Args:
+        logits: float [..., C].
+        labels: int64 [...], -100 for ignored positions; float [B, C] for multi-label.
+        class_weights: float32 [C], `weight` of torch's cross-entropy; for multi-label its `pos_weight`.
+        smoothing: label smoothing, as in `classification_loss`.
+
+    Returns:
+        float32 scalar. The cross-entropy is divided by the number of labels, not by the sum of their weights
+        as torch's, so that a batch without a rare class does not count as much as one with it.
+    """
+    z, weights = logits.float(), class_weights.to(logits.device)
+    if labels.is_floating_point():
+        soft_labels = labels.float() * (1 - smoothing) + smoothing / 2
+        return F.binary_cross_entropy_with_logits(z, soft_labels, pos_weight=weights)
+    total = F.cross_entropy(
+        z.flatten(0, -2),
+        labels.flatten(),
+        weight=weights,
+        ignore_index=IGNORE_INDEX,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    return total / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def balanced_class_weights(targets: Sequence[int | tuple[float, ...]], num_classes: int) -> Tensor:
+    """Return weights by which rare classes count as much as frequent ones, float32 [C].
+
+    Of n samples with one class each: scikit-learn's `balanced`, n / (classes with samples * samples of the
+    class); their mean over the samples is 1. For multi-label: samples without the class / samples with it, as
+    in torch's documentation of BCEWithLogitsLoss. A class without samples has weight 1.
+
+    Args:
+        targets: the class of each sample, or C numbers, 1 or 0.
+        num_classes: C.
+    """
+    from sklearn.utils.class_weight import compute_class_weight
+
+    values = np.array(targets)
+    weights = np.ones(num_classes)
+    if values.ndim > 1:
+        counts = values.sum(axis=0)
+        weights[counts > 0] = (len(values) - counts[counts > 0]) / counts[counts > 0]
+    else:
+        classes = np.unique(values)
+        weights[classes] = compute_class_weight("balanced", classes=classes, y=values)
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def label_objective(
+    smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Callable[[nn.Module, Mapping[str, Tensor]], Tensor]:
     """Return the function for the mean loss with the labels, smoothed only in training mode.
 
-    See `classification_loss`; for a sentence embedder it is `cosent_loss` with the scores.
+    See `classification_loss` and, with weights of classes, `class_weighted_loss`; for a sentence embedder it
+    is `cosent_loss` with the scores.
     """
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         inner_model: Any = getattr(model, "module", model)
         if is_sentence_model(inner_model):
             return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
-        return classification_loss(
-            inner_model.config,
-            model_logits(model, batch),
-            batch["labels"],
-            smoothing=smoothing if model.training else 0.0,
-        )
+        logits, rate = model_logits(model, batch), smoothing if model.training else 0.0
+        if class_weights is not None:
+            return class_weighted_loss(logits, batch["labels"], class_weights, rate)
+        return classification_loss(inner_model.config, logits, batch["labels"], smoothing=rate)
 
     return objective

@@ -24,6 +24,7 @@ from smelt.models.model_size import FLOAT_BYTES, INTERPRETER_BYTES, ModelSize, S
 from smelt.stage import Context, Need, Settings, StoredDtype
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
+ADAPTER_FOLDER = "adapter"  # of an artifact: `lora.save_adapter`
 PEFT_VERSION = "0.18"  # the oldest supported release
 BITSANDBYTES_VERSION = "0.48"
 # Of transformers' `OptimizerNames`: those that need no settings of their own and step inside the usual loop,
@@ -45,10 +46,19 @@ class LoraSettings(Settings):
 
     rank: int = Field(default=16, ge=1, description="rank of each adapter")
     alpha: int = Field(default=32, ge=1, description="adapters are scaled by alpha / rank")
+    use_rslora: bool = Field(
+        default=False, description="scale by alpha / sqrt(rank) (rank-stabilized LoRA), for high ranks"
+    )
+    use_dora: bool = Field(
+        default=False, description="also train the length of each weight row (DoRA); only for float layers"
+    )
     targets: tuple[Literal["attention", "ffn"], ...] = Field(
         default=("attention", "ffn"),
         min_length=1,
         description="linear layers that get adapters",
+    )
+    save_adapter: bool = Field(
+        default=False, description="also write the adapters as peft's files, in the folder adapter/"
     )
 
 
@@ -85,6 +95,11 @@ class TrainingSettings(Settings):
     weight_decay: float = Field(default=0.01, ge=0, description="not for biases and norms")
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="weight of the uniform distribution in the targets"
+    )
+    sampling: Literal["uniform", "balanced"] = Field(
+        default="uniform",
+        description="classifiers: balanced draws each class equally often, with replacement, instead of each"
+        " sample once a pass",
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
     dropout: float | None = Field(

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
+from smelt.core.process_group import process_rank
 from smelt.data.splits import Split, missing_labels_errors, spread_indices
 from smelt.stage import Context
-from smelt.training.settings import LOSS_METRIC, TrainingSettings
+from smelt.training.settings import ADAPTER_FOLDER, LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit
@@ -69,7 +70,7 @@ def train(
     from smelt.training.losses import label_objective
     from smelt.training.trainer import run_training
 
-    _require_samples(settings, ctx, stage, scores=objective is None)
+    require_training_samples(ctx, stage, labels=objective is None or settings.sampling == "balanced")
     tokenizer = load_processor(src.path)
 
     def encode(split: Split, name: str) -> list[EncodedSample]:
@@ -78,6 +79,12 @@ def train(
         )
 
     samples = encode(ctx.data["train"], "train")
+    if settings.sampling == "balanced" and not all(isinstance(sample.target, int) for sample in samples):
+        raise InputError(
+            f"{stage}: sampling: balanced requires samples with one class each. Remove it.",
+            code="not-one-class",
+            setting="sampling",
+        )
     validation, score, probe = None, None, None
     if settings.num_evals and (split := ctx.data.get("validation")):
         windows = ctx.traits.samples == "running-text"  # cut from one text before any are selected
@@ -129,7 +136,7 @@ def train(
         src=src,
     )
     if adapters is not None:
-        adapters.finalize()
+        _end_lora(adapters, ctx)
     if rounding is not None:
         _warn_of_rounding(rounding, ctx)
     for technique in begun:
@@ -154,15 +161,19 @@ def _may_be_best_after_start(eligible: Callable[[int], bool], step: int) -> bool
     return step > 0 and eligible(step)
 
 
-def _require_samples(settings: TrainingSettings, ctx: Context, stage: str, scores: bool) -> None:
-    """Require training samples, and scores of pairs if needed."""
+def require_training_samples(ctx: Context, stage: str, *, labels: bool) -> None:
+    """Require training samples, and their labels or scores of pairs if needed.
+
+    Raises:
+        InputError: `missing-data`, `missing-labels` or `missing-scores`.
+    """
     if "train" not in ctx.data:
         raise InputError(
             f"{stage}: training samples are required. Add data: {{train: FILE}}.",
             code="missing-data",
             setting="data.train",
         )
-    if scores and (errors := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
+    if labels and (errors := missing_labels_errors(ctx.task, ctx.data, ("train", "validation"))):
         raise InputError(f"{stage}: {errors[0].message}", code=errors[0].code)
 
 
@@ -192,3 +203,10 @@ def _begin_lora(
     ctx.details["lora"] = adapters.details()
     ctx.warnings.extend(adapters.warnings())
     return adapters
+
+
+def _end_lora(adapters: LoraAdapters, ctx: Context) -> None:
+    """Write the adapters if set; then they become part of the model."""
+    if adapters.settings.save_adapter and not process_rank():  # of several processes, process 0 writes
+        adapters.save(ctx.out / ADAPTER_FOLDER)
+    adapters.finalize()

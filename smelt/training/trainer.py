@@ -256,6 +256,7 @@ def run_training(
         if settings.max_steps is None
         else settings.max_steps * settings.gradient_accumulation_steps,
         seed=ctx.seed,
+        balanced=settings.sampling == "balanced",
     )
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="train-", dir=ctx.out.parent))

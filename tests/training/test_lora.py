@@ -55,6 +55,75 @@ def test_quantized_lora_layer_adds_scaled_low_rank_product():
     torch.testing.assert_close(layer(x), base(x) + 3 * layer.pair(x))
 
 
+def test_rank_stabilized_scale_is_alpha_by_the_root_of_the_rank():
+    base = quantize_module(torch.nn.Linear(32, 16), "int4")
+    layer = QuantizedLoraLinear(base, LoraSettings(rank=4, alpha=6, use_rslora=True))
+    assert layer.scaling == 3.0
+    model, _ = load_model(every_family.model_with_layers("bert", 2))
+    adapters = LoraAdapters(model, LoraSettings(rank=4, alpha=6, use_rslora=True))
+    assert {adapted.scaling["default"] for adapted in adapters.layers.values()} == {3.0}
+
+
+def test_dora_scales_rows_to_trained_lengths_and_merges_exactly():
+    model, _ = load_model(every_family.model_with_layers("bert", 2))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first_logits = harness.logits(model)
+    adapters = LoraAdapters(model, LoraSettings(rank=2, alpha=4, use_dora=True))
+    torch.testing.assert_close(harness.logits(model), first_logits)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "magnitude" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    name, layer = next(iter(adapters.layers.items()))
+    direction = before[f"{name}.weight"] + 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    lengths = layer.lora_magnitude_vector["default"].weight
+    expected = (lengths / direction.norm(dim=1))[:, None] * direction  # Liu et al. 2024, equation 5
+    adapted_logits = harness.logits(model)
+    for _ in range(2):
+        with adapters.as_stored():
+            torch.testing.assert_close(model.get_submodule(name).weight, expected)
+            torch.testing.assert_close(harness.logits(model), adapted_logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(harness.logits(model), adapted_logits)
+    adapters.finalize()
+    torch.testing.assert_close(model.get_submodule(name).weight, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_rslora": True, "alpha": 3}, {"use_dora": True}], ids=["lora", "rslora", "dora"]
+)
+def test_saved_adapter_is_read_by_peft(tmp_path, settings):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    rows = read_split(
+        str(tiny.write_labeled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
+    )
+    source = tiny.write_bert(tmp_path / "model")
+    lora = {"rank": 2, "save_adapter": True} | settings
+    ctx = harness.run_stage(
+        Finetune(),
+        FinetuneSettings(**(SHORT | {"lora": lora})),
+        source,
+        tmp_path / "out",
+        "text-classification",
+        rows,
+    )
+    base = AutoModelForSequenceClassification.from_pretrained(source)
+    original_logits = harness.logits(base)
+    model = PeftModel.from_pretrained(base, ctx.out / "adapter").eval()
+    merged = harness.load_output_model(ctx)
+    torch.testing.assert_close(harness.logits(model), harness.logits(merged), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(harness.logits(merged), original_logits, atol=1e-2)
+
+
+def test_dora_of_quantized_layers_is_rejected(coded):
+    model, _ = load_model(coded("int4"))
+    with raises_code("unsupported-layer"):
+        LoraAdapters(model, LoraSettings(rank=2, use_dora=True))
+
+
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_adapters_of_every_family_start_at_zero_and_merge_exactly(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))

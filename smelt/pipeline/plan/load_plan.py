@@ -2,7 +2,7 @@
 
 Checked are model, data and device, and, from config and data without torch, that each stage fits its input
 model and samples. The plan also reports the default learning rates of training steps, and quantization
-methods that do not suit their scheme.
+methods that do not suit their scheme, and schemes that are not exported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.quantize.settings import two_bit_warnings
+from smelt.compress.quantize.settings import QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
@@ -39,6 +39,7 @@ from smelt.pipeline.plan.plan import Plan, PlanStep
 from smelt.pipeline.plan.quantized_steps import prequantized_errors, qat_errors, quantization_lost_warnings
 from smelt.pipeline.plan.run_checks import (
     check_baseline,
+    check_compiled_baseline,
     check_device,
     check_folds,
     check_latency_steps,
@@ -82,7 +83,7 @@ from smelt.pipeline.recipe.recipe import check_recipe, find_recipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.pipeline.recipe.yaml_file import YamlDocument, read_yaml
-from smelt.quantization.schemes.registry import SCHEMES
+from smelt.quantization.schemes.registry import SCHEMES, supported_targets
 from smelt.training.settings import (
     TrainedPart,
     TrainingSettings,
@@ -261,6 +262,7 @@ READERS: tuple[Check, ...] = (
 # Checks of what was read, in any order: none changes the context.
 CHECKS: tuple[Check, ...] = (
     check_latency_steps,
+    check_compiled_baseline,
     check_baseline,
     check_text_rules,
     check_untrained,
@@ -318,6 +320,7 @@ def _notes(context: CheckContext) -> Iterator[Message]:
     config = start_config(context) if context.start_format == "torch" else None
     yield from default_rate_notes(steps, config or {}, quantization)
     yield from unsuitable_method_notes(steps)
+    yield from torch_only_notes(steps)
     yield from custom_metric_notes(context.recipe)
 
 
@@ -392,6 +395,25 @@ def unsuitable_method_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
         if getattr(settings, "method", None) == "hqq" and getattr(settings, "mixed_precision", None) is None:
             for message in two_bit_warnings(settings.used_schemes()):
                 yield replace(message, severity="info", step=step.name)
+
+
+def torch_only_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
+    """Yield a note for each step that quantizes to a scheme which no target supports.
+
+    What is trained on such weights, such as adapters, then runs in torch only.
+    """
+    for step in steps:
+        quantized = step.settings
+        if not isinstance(quantized, QuantizeSettings):
+            continue
+        schemes = [SCHEMES[name] for name in quantized.used_schemes()]
+        without_target = [scheme.name for scheme in schemes if not supported_targets([scheme])]
+        if without_target:
+            text = (
+                f"{', '.join(without_target)} is not exported to any runtime: this step and what is trained"
+                " on it run in torch only. For an exported model use int8-dynamic, or bnb-nf4 for ort-cpu."
+            )
+            yield replace(info("torch-only", text), step=step.name)
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:

@@ -215,6 +215,22 @@ def check_latency_steps(context: CheckContext) -> Iterator[Finding]:
             yield ("score", "latency", "steps"), error_message("unknown-step", text)
 
 
+@skip_if_invalid("baseline", "score.latency.baseline")
+def check_compiled_baseline(context: CheckContext) -> Iterator[Finding]:
+    """Check that a baseline to be compiled is a torch model that generates nothing."""
+    recipe = context.recipe
+    if not recipe.score.latency or recipe.score.latency.baseline != "compiled":
+        return
+    path = ("score", "latency", "baseline")
+    draft = context.drafts.get(recipe.baseline)
+    if (context.start_format if draft is None else draft.format) not in ("torch", None):
+        text = f"the baseline '{recipe.baseline}' is a graph, which torch does not compile; remove it."
+        yield path, error_message("does-not-fit-model", text)
+    elif recipe.traits.generates:
+        text = f"models of {recipe.task} run once for each token, which is not compiled; remove it."
+        yield path, error_message("does-not-fit-task", text)
+
+
 @skip_if_invalid("baseline")
 def check_baseline(context: CheckContext) -> Iterator[Finding]:
     """Check that the baseline is a step of the run and can be scored."""

@@ -314,7 +314,7 @@ def shortlist_scheme_errors(draft: StepDraft, quantized: StepDraft | None) -> It
     ):
         return
     settings: Any = quantized.settings
-    if quantization_schemes(quantized) is None or not settings.output_layer:
+    if quantization_schemes(quantized) is None or not settings.quantizes_output_layer:
         return
     scheme = SCHEMES[settings.resolved_embedding_scheme]
     if not scheme.supports_shortlist:

@@ -114,6 +114,7 @@ class BnbInt8(Int8PerChannel):
     recommended_for: ClassVar[str] = "models served by torch; comparisons"
     source: ClassVar[str] = "Dettmers et al. 2022, LLM.int8(), arXiv:2208.07339 (bitsandbytes, Linear8bitLt)"
     learnable_scales: ClassVar[bool] = False
+    quantizes_tables: ClassVar[bool] = False  # as transformers' BitsAndBytesConfig
     packages: ClassVar[Mapping[str, str]] = BITSANDBYTES_PACKAGES
     unsupported_targets: ClassVar[Mapping[str, str]] = {
         graph_target(target): _INT8_NOT_EXPORTED for target in EXPORT_TARGETS
@@ -209,6 +210,7 @@ class BnbNf4(Scheme):
     recommended_for: ClassVar[str] = "less memory while adapters are trained; no speed-up"
     source: ClassVar[str] = "Dettmers et al. 2023, QLoRA, arXiv:2305.14314 (bitsandbytes, Linear4bit)"
     learnable_scales: ClassVar[bool] = False
+    quantizes_tables: ClassVar[bool] = False  # as transformers' BitsAndBytesConfig
     packages: ClassVar[Mapping[str, str]] = BITSANDBYTES_PACKAGES
     supports_shortlist: ClassVar[bool] = False
     unsupported_targets: ClassVar[Mapping[str, str]] = {

@@ -70,7 +70,6 @@ class Binary(_TwoBitScheme):
     recommended_for: ClassVar[str] = "the smallest files"
     source: ClassVar[str] = "Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
     option_specs: ClassVar[tuple[SchemeOption, ...]] = (parts.two_bit_group_size(name), parts.ACCURACY_LEVEL)
-    supports_embeddings: ClassVar[bool] = False
     embedding_scheme: ClassVar[str] = Int8Dynamic.name
     requires_training: ClassVar[bool] = True
     learnable_scales: ClassVar[bool] = False
@@ -114,6 +113,11 @@ class Binary(_TwoBitScheme):
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the signs as bool."""
         return UnpackedWeights(parts.unpack_bits(matrix.tensor("codes")), {"scales": matrix.tensor("scales")})
+
+    def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return some rows, with operators that can be exported; a row of zeros stays zero."""
+        size = self.group_size(matrix.width, matrix.options)
+        return parts.lookup_digits(matrix, ids, size, base=2, digits=8, values=(2.0, -1.0))
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits, whose codes are expanded from the stored ones when the graph is loaded."""
@@ -228,14 +232,8 @@ class Ternary(_TwoBitScheme):
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
-        flat, size = ids.flatten(), self.group_size(matrix.width, matrix.options)
-        q_weight = parts.unpack_base_n_float(matrix.tensor("codes").index_select(0, flat), 3, _DIGITS)[
-            ..., :size
-        ]
-        stored_scales = matrix.tensor(parts.FLOAT16_SCALES if matrix.has(parts.FLOAT16_SCALES) else "scales")
-        scales = stored_scales.index_select(0, flat).float()[..., None]
-        values = ((q_weight - 1.0) * scales).flatten(1)[:, : matrix.width]
-        return values.reshape(*ids.shape, matrix.width)
+        size = self.group_size(matrix.width, matrix.options)
+        return parts.lookup_digits(matrix, ids, size, base=3, digits=_DIGITS, values=(1.0, -1.0))
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
         """Emit MatMulNBits, of 4 bits where activations stay float32; the codes are expanded at loading."""

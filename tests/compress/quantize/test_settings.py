@@ -29,7 +29,7 @@ def test_embedding_scheme_is_explicit_or_derived(options, table):
     ({"scheme": "int4", "granularity": "tensor"}, "unused-setting", "granularity"),
     ({"scheme": "binary", "symmetric": False}, "unused-setting", "symmetric"),
     ({"scheme": "binary", "group_size": 16}, "wrong-value", "32, 64 or 128"),
-    ({"scheme": "binary", "embedding_scheme": "binary"}, "literal_error", "int8-dynamic"),
+    ({"scheme": "binary", "embedding_scheme": "binray"}, "literal_error", "int8-dynamic"),
     ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
     ({"scheme": "int4", "embedding_scheme": "kmeans4", "clip": "percentile"}, "settings-conflict",
      "clip: percentile"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from smelt.compress.distill.stage import Distill, DistillSettings
@@ -20,7 +21,7 @@ from smelt.core.errors import InputError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model
-from smelt.quantization.layers import SplitLinear, layer_scheme
+from smelt.quantization.layers import QuantizedMatrix, SplitLinear, layer_scheme
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import every_family, tiny
@@ -159,7 +160,13 @@ def test_half_width_ternary_model_is_split_into_full_width_binary(family, tmp_pa
     assert ctx.details["split_layers"] >= 8
     assert ctx.details["codes_changed"] > 0
     assert ctx.details["bits_per_weight"] == quantized_weight_bits(harness.load_output_model(ctx))
-    assert ctx.details["bits_per_weight"] < ternary.details["bits_per_weight"]
+    stored = load_file(ctx.out / "model.safetensors")
+    stored_bytes = sum(t.nbytes for name, t in stored.items() if name.endswith((".codes", ".scales")))
+    ternary_matrices = {
+        id(m): m for m in harness.load_output_model(ternary).modules() if isinstance(m, QuantizedMatrix)
+    }
+    num_weights = sum(len(m.codes) * m.width for m in ternary_matrices.values())
+    assert ctx.details["bits_per_weight"] == pytest.approx(8 * stored_bytes / num_weights, abs=1e-3)
     # a binary model trains on as any other, from its own float weights, and leaves
     retrained = trained(family, ctx.out, tmp_path / "more")
     assert retrained.details["latent_weights"] == "kept"

@@ -1,10 +1,12 @@
 """The worker, in this process: what it times, and that it times what `smelt.load` does."""
 
 import gc
+import shutil
 import time
 
 import numpy as np
 import pytest
+import torch
 
 from smelt.core.store import Store
 from smelt.data.splits import Example
@@ -224,3 +226,24 @@ def test_worker_returns_errors_as_answers(tmp_path):
     assert answer["code"] == "unforeseen"
     assert answer["error"].startswith("AssertionError")
     assert TimingWorker().handle_request({"op": "memory"})["peak_bytes"] > 2**20
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile requires a C++ compiler")
+def test_compiled_baseline_is_compiled_before_anything_is_timed(tmp_path):
+    folder = _artifact(tmp_path, "text-classification")
+    worker = TimingWorker()
+    request = {"op": "load", "artifact": str(folder), "threads": 1, "task": "text-classification"}
+    assert "torch.compile" in worker.handle_request(request | {"compiled": True})["runner"]
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    texts = ["a man walks", "two dogs", "a song", "the cat sings a song"]
+    assert _prepare(worker, texts, 2)["whole"]
+    compiled_graphs = counters["unique_graphs"]
+    assert compiled_graphs >= 1
+    assert "error" not in worker.handle_request({"op": "round", "min_ms": 1})
+    assert counters["unique_graphs"] == compiled_graphs
+    with torch.inference_mode():
+        model = worker._timed_runner.backend.model
+        batch = worker._timed_runner.batch
+        inputs = {n: torch.from_numpy(getattr(batch, n)) for n in ("input_ids", "attention_mask")}
+        torch.testing.assert_close(model(**inputs).logits, model.forward(**inputs).logits)

@@ -112,3 +112,13 @@ def test_branches_are_compared_on_validation_split(rows, branches, chosen, same,
     context = CheckContext(recipe, None, set(), drafts={step.name: step for step in steps})
     context.splits = {} if rows is None else {"validation": range(rows)}
     assert choose_judging_split(context) == expected
+
+
+@pytest.mark.parametrize(
+    ("head", "code"), [("", "does-not-fit-task"), ("baseline: onnx\n", "does-not-fit-model")]
+)
+def test_only_torch_models_that_run_once_are_compiled_as_baseline(folder: Path, head: str, code: str) -> None:
+    stages = f"[onnx]\n{head}score: {{latency: {{baseline: eager}}}}"
+    assert plan_stages(folder, stages).recipe.score.latency
+    (error,) = plan_errors(folder, stages.replace("eager", "compiled"))
+    assert (error.code, error.setting) == (code, "score.latency.baseline")

@@ -19,3 +19,18 @@ pytest_plugins = ["tests.support.standins.stage_stand_ins"]
 def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) -> None:
     notes = plan_stages(translator, f"[quantize: {{{settings}}}]").notes
     assert ("hqq-two-bits" in message_codes(notes)) == noted
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ("scheme: bnb-int8", True),
+        ("scheme: int4, embedding_scheme: bnb-int8", True),
+        ("scheme: bnb-nf4", False),
+    ],
+)
+def test_weights_that_no_runtime_takes_are_noted_before_adapters_train(
+    translator: Path, settings: str, noted: bool
+) -> None:
+    notes = plan_stages(translator, f"[quantize: {{{settings}}}, finetune: {{lora: {{}}}}]").notes
+    assert ("torch-only" in message_codes(notes)) == noted

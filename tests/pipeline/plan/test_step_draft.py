@@ -57,7 +57,7 @@ def test_errors_true_for_all_schemes_are_reported_despite_invalid_settings(trans
 
 
 def test_shortlist_is_not_checked_against_unknown_scheme(translator: Path) -> None:
-    head, two = "[shortlist: {}, quantize: {scheme: bnb-nf4", "}, onnx: {}]"
+    head, two = "[shortlist: {}, quantize: {scheme: bnb-nf4, output_layer: true", "}, onnx: {}]"
     errors = plan_errors(translator, f"{head}{two}")
     assert message_locations(errors) == [("unsupported-scheme", "stages[2].onnx", 4)]
     errors = plan_errors(translator, f"{head}, embedding_scheme: itn4{two}")

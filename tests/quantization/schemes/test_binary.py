@@ -24,13 +24,9 @@ def test_every_layout_is_exported_as_torch_computes_and_bits_are_unpacked_once(t
     assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
-def test_embeddings_and_groups_without_a_kernel_are_refused():
-    options = {"group_size": 64, "accuracy_level": 4}
-    with raises_code("unsupported-layer", InputError) as caught:
-        empty_quantized(nn.Embedding(4, 8), "binary", options)
-    assert all(part in str(caught.value) for part in ("binary", "Embedding"))
+def test_groups_without_a_kernel_are_refused():
     with raises_code("wrong-value", InputError) as caught:
-        empty_quantized(nn.Linear(64, 8), "binary", options | {"group_size": 16})
+        empty_quantized(nn.Linear(64, 8), "binary", {"group_size": 16, "accuracy_level": 4})
     assert all(part in str(caught.value) for part in ("16", "32, 64, 128"))
     assert caught.value.setting == "group_size"
 

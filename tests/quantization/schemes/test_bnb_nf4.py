@@ -5,9 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.compress.quantize.plan_layers import quantize_module
+from smelt.compress.quantize.plan_layers import plan_layers, quantize_module
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.bitsandbytes import NF4_BLOCK_SIZE, NF4_QUANT_TYPE, NF4_TABLE
 from tests.support import schemes
+from tests.support.models import tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
 functional = bitsandbytes.functional
@@ -71,3 +74,23 @@ def test_layer_equals_bitsandbytes_linear4bit(shape):
     x = torch.randn(shape)
     with torch.inference_mode():
         torch.testing.assert_close(quantize_module(linear, "bnb-nf4")(x), reference(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
+def test_same_layers_stay_float_as_in_transformers(tmp_path, scheme):
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    model, _ = load_model(tiny.write_marian(tmp_path / "model"))
+    float_names = get_keys_to_not_convert(model)
+    kept = {id(module.weight) for name, module in model.named_modules() if name in float_names}
+    for settings, tables in (
+        ({}, False),
+        ({"embedding_scheme": scheme}, True),
+        ({"output_layer": True}, True),
+    ):
+        planned = plan_layers(model, QuantizeSettings(scheme=scheme, **settings))
+        planned_weights = {id(layer.module.weight) for layer in planned}
+        assert bool(planned_weights & kept) == tables
+    linears = {id(m.weight) for m in model.modules() if type(m) is nn.Linear}
+    default = plan_layers(model, QuantizeSettings(scheme=scheme))
+    assert {id(layer.module.weight) for layer in default} == linears - kept

@@ -62,7 +62,8 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     # as TensorRT takes it
     "signed": {"scheme": "int4", "group_size": 64, "symmetric": "positive", "accuracy_level": 0},
-    "binary": {"scheme": "binary", "group_size": 32}, "nf4": {"scheme": "bnb-nf4"},
+    "binary": {"scheme": "binary", "group_size": 32, "embedding_scheme": "binary"},
+    "nf4": {"scheme": "bnb-nf4", "embedding_scheme": "bnb-nf4"},
 }  # fmt: skip
 
 

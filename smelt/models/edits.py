@@ -57,6 +57,7 @@ from smelt.models.layers import (
     resize_conv,
     skip_sublayer,
 )
+from smelt.models.user_module import traced_conv_norms
 from smelt.quantization.layers import (
     QuantizedActivation,
     QuantizedLinear,
@@ -199,25 +200,19 @@ def tie_linear(model: Any, name: str, table: str) -> Edit:
 def fold_batch_norms(model: Any) -> list[Edit]:
     """Fold each batch norm of `model` into its convolution, in place; return the edits.
 
-    The model's family defines which norm follows which convolution. In inference a batch norm multiplies and
+    The model's family defines which norm follows which convolution; of a user's module its trace shows it. In
+    inference a batch norm multiplies and
     shifts each channel by constants, and so can the convolution before it. Graph optimizers fold the two as
     well, but then a constant of the graph belongs to no layer of the model, and quantized kernels would
     differ.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2; torch.nn.utils.fusion.
     """
-    family = family_of(model)
-    if family is None or family.conv_and_norm is None:
-        return []
-    convolution, norm = family.conv_and_norm
     edits: list[Edit] = []
-    for name, module in list(model.named_modules()):
-        conv_layer, norm_layer = (getattr(module, attribute, None) for attribute in (convolution, norm))
-        if not isinstance(conv_layer, nn.Module) or not isinstance(norm_layer, nn.BatchNorm2d):
-            continue
-        _, last = conv_end_names(model, f"{name}.{convolution}")
+    for convolution, norm in _convolutions_with_norms(model):
+        last, norm_layer = conv_end_names(model, convolution)[1], model.get_submodule(norm)
         layer = model.get_submodule(last)
-        if not isinstance(layer, nn.Conv2d):
+        if not isinstance(layer, nn.Conv2d) or not isinstance(norm_layer, nn.BatchNorm2d):
             continue
         mean, variance = norm_layer.running_mean, norm_layer.running_var
         assert mean is not None
@@ -226,9 +221,24 @@ def fold_batch_norms(model: Any) -> list[Edit]:
             layer.weight, layer.bias = fuse_conv_bn_weights(
                 layer.weight, layer.bias, mean, variance, norm_layer.eps, norm_layer.weight, norm_layer.bias
             )  # fmt: skip
-        setattr(module, norm, nn.Identity())
-        edits.append({"op": "fold", "module": last, "norm": f"{name}.{norm}"})
+        replace_module(model, norm, nn.Identity())
+        edits.append({"op": "fold", "module": last, "norm": norm})
     return edits
+
+
+def _convolutions_with_norms(model: Any) -> list[tuple[str, str]]:
+    """Return the names of each convolution and the batch norm that alone uses its output."""
+    family = family_of(model)
+    if family is not None and family.is_user_module:
+        return traced_conv_norms(model)
+    if family is None or family.conv_and_norm is None:
+        return []
+    convolution, norm = family.conv_and_norm
+    return [
+        (f"{name}.{convolution}", f"{name}.{norm}")
+        for name, module in model.named_modules()
+        if all(isinstance(getattr(module, child, None), nn.Module) for child in family.conv_and_norm)
+    ]
 
 
 def prepare_folded_conv(model: nn.Module, convolution: str, norm: str) -> None:

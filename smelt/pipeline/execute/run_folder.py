@@ -43,8 +43,8 @@ from smelt.core.messages import escape_controls
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
 from smelt.core.system import interrupted_exit_code
+from smelt.core.user_code import copy_user_code
 from smelt.core.workspaces import OWNER_SUFFIX
-from smelt.evaluate.custom_metric import copy_custom_metrics
 from smelt.evaluate.report.chart import CHART_FILES, chart_files
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import SCORES_FOLDER, read_report, validate_report
@@ -510,7 +510,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
         for partial_path in partial_files(self.path):
             partial_path.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
-        copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
+        copy_user_code(plan.user_functions, plan.recipe.base, self.path)
         write_atomically(self.path / "recipe.yaml", plan.portable_recipe())
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ class UserModuleConfig(transformers.PretrainedConfig):  # type: ignore[misc]
 
     module: the function that builds it, `package.module:function`. source_hash: of its code. num_channels: of
     the images. fixed_layers: linear layers and convolutions that are not called, so that they cannot be
-    replaced: another module reads their weights. linear_layers, convolutions: how many others there are.
+    replaced: another module reads their weights. linear_layers, convolutions: how many others there
+    are, without the output layer.
     """
 
     model_type = FAMILY.name
@@ -161,6 +162,24 @@ def traced_conv_norms(model: Any) -> list[tuple[str, str]]:
         ):
             pairs.append((f"{MODULE_PREFIX}.{node.target}", f"{MODULE_PREFIX}.{users[0].target}"))
     return pairs
+
+
+def inner_linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers of a user's module that can be changed, by name; not the output layer."""
+    kept = kept_linear_layers(model)
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m not in kept}
+
+
+def kept_linear_layers(model: Any) -> Collection[nn.Module]:
+    """Return the fixed layers of a user's module, and its output layer; none of other models.
+
+    In a model of transformers the output layer is known by its name, which settings exclude.
+    """
+    if not isinstance(model.config, UserModuleConfig):
+        return ()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    output_layers = [layer for layer in layers if layer.out_features == model.config.num_labels]
+    return {*fixed_layers(model), *output_layers[-1:]}
 
 
 def fixed_layers(model: Any) -> Collection[nn.Module]:

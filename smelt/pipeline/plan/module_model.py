@@ -96,6 +96,8 @@ def _config(
     from smelt.models.user_module import UserModuleForImageClassification
 
     layers = [module for name, module in network.named_modules() if name not in uncalled]
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    output_layer = [layer for layer in linears if layer.out_features == len(labels)][-1:]
     names = {str(index): label for index, label in enumerate(labels)}
     return {
         "architectures": [UserModuleForImageClassification.__name__],
@@ -103,7 +105,7 @@ def _config(
         "module": function,
         "source_hash": source_hash,
         "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in uncalled],
-        "linear_layers": sum(isinstance(layer, nn.Linear) for layer in layers),
+        "linear_layers": len(linears) - len(output_layer),
         "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
         "id2label": names,
         "label2id": {label: int(index) for index, label in names.items()},

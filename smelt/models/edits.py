@@ -333,8 +333,8 @@ def _low_rank_conv(model: nn.Module, edit: Edit) -> None:
 
 def _conv(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
-    if not isinstance(old, nn.Conv2d) or old.groups != 1:
-        raise TypeError("it is not a Conv2d of one group")
+    if not isinstance(old, nn.Conv2d) or old.groups not in (1, old.in_channels):
+        raise TypeError("it is not a Conv2d of one group, or depthwise")
     in_channels, out_channels = (
         _checked_width(edit["in_channels"], old.in_channels),
         _checked_width(edit["out_channels"], old.out_channels),

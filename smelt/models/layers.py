@@ -222,14 +222,12 @@ def make_conv_steps(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn
 
 
 def resize_conv(old: nn.Conv2d, in_channels: int, out_channels: int) -> nn.Conv2d:
-    """Return an empty convolution like `old`, of one group, with other input and output channels."""
+    """Return an empty convolution like `old`, of one group or depthwise, with other channels."""
     placement: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
     size: Any = old.kernel_size
-    bias = old.bias is not None
-    return nn.Conv2d(
-        in_channels, out_channels, size, bias=bias, padding_mode=old.padding_mode, **shape, **placement
-    )
+    shape |= {"groups": 1 if old.groups == 1 else in_channels, "padding_mode": old.padding_mode}
+    return nn.Conv2d(in_channels, out_channels, size, bias=old.bias is not None, **shape, **placement)
 
 
 def _kernel_size(conv: nn.Conv2d) -> int:

@@ -25,7 +25,7 @@ from smelt.core.messages import Message, warning
 from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of, is_user_module
-from smelt.models.layers import conv_end_names, resize_conv
+from smelt.models.layers import conv_end_names, resize_batch_norm, resize_conv
 from smelt.models.operations import count_operations
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.stage import Context
@@ -99,7 +99,7 @@ def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, kept_channe
         sizes = {"in_channels": new.in_channels, "out_channels": new.out_channels}
         replace_layer(model, edits, path, new.train(old.training), {"op": "conv", "module": path, **sizes})
     norm: Any = model.get_submodule(group.norm)
-    smaller = nn.BatchNorm2d(len(kept_channels), norm.eps, norm.momentum)
+    smaller = resize_batch_norm(norm, len(kept_channels))
     smaller.load_state_dict({n: t[kept_channels] if t.dim() else t for n, t in norm.state_dict().items()})
     edit = {"op": "batch_norm", "module": group.norm, "num_features": len(kept_channels)}
     replace_layer(model, edits, group.norm, smaller.train(norm.training), edit)

@@ -28,7 +28,7 @@ from smelt.compress.prune.units import whole_kernel
 from smelt.core.errors import InputError
 from smelt.models.edits import Edit, is_masked, mark_masked, replace_layer
 from smelt.models.families.family import MODULE_PREFIX
-from smelt.models.layers import resize_conv
+from smelt.models.layers import resize_batch_norm, resize_conv
 from smelt.models.user_module import fixed_layers
 
 _OUTPUTS, _INPUTS = 0, 1  # axes of a weight
@@ -241,7 +241,7 @@ def _cut_layer(
     old = model.get_submodule(name)
     if isinstance(old, nn.BatchNorm2d):
         assert outputs is not None
-        new: nn.Module = nn.BatchNorm2d(int(outputs.sum()), old.eps, old.momentum)
+        new: nn.Module = resize_batch_norm(old, int(outputs.sum()))
         new.load_state_dict({n: t[outputs] if t.dim() else t for n, t in old.state_dict().items()})
         edit: Edit = {"op": "batch_norm", "module": name, "num_features": int(outputs.sum())}
     else:

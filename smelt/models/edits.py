@@ -54,6 +54,7 @@ from smelt.models.layers import (
     SharedLinear,
     conv_end_names,
     make_conv_steps,
+    resize_batch_norm,
     resize_conv,
     skip_sublayer,
 )
@@ -347,8 +348,7 @@ def _batch_norm(model: nn.Module, edit: Edit) -> None:
     if not isinstance(old, nn.BatchNorm2d):
         raise TypeError("it is not a BatchNorm2d")
     size = _checked_width(edit["num_features"], old.num_features)
-    new = nn.BatchNorm2d(size, old.eps, old.momentum, device=old.weight.device, dtype=old.weight.dtype)
-    replace_module(model, edit["module"], new)
+    replace_module(model, edit["module"], resize_batch_norm(old, size))
 
 
 def _fold(model: nn.Module, edit: Edit) -> None:

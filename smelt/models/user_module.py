@@ -28,8 +28,8 @@ class UserModuleConfig(transformers.PretrainedConfig):  # type: ignore[misc]
     """The config of a user's module.
 
     module: the function that builds it, `package.module:function`. source_hash: of its code. num_channels: of
-    the images. fixed_layers: linear layers and convolutions that are not called, so that they cannot be
-    replaced: another module reads their weights. linear_layers, convolutions: how many others there
+    the images. fixed_layers: linear layers and convolutions that cannot be replaced, as
+    `find_fixed_layers`. linear_layers, convolutions: how many others there
     are, without the output layer.
     """
 
@@ -110,10 +110,11 @@ def empty_user_module(model_class: Any, config: Any) -> Any:
     return model
 
 
-def uncalled_layers(network: nn.Module, pixels: Tensor) -> tuple[Tensor, list[str]]:
-    """Run `network` once; return its output, and the linear layers and convolutions that were not called.
+def find_fixed_layers(network: nn.Module, pixels: Tensor) -> tuple[Tensor, list[str]]:
+    """Run `network` once; return its output, and the linear layers and convolutions that cannot be replaced.
 
-    Their weights are read by another module (`nn.MultiheadAttention` reads those of `out_proj`), or unused.
+    Those that were not called: their weights are read by another module (`nn.MultiheadAttention` reads those
+    of `out_proj`), or unused. And those of a subclass, which computes something else.
     """
     layers = {m: name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     called: set[nn.Module] = set()
@@ -124,7 +125,8 @@ def uncalled_layers(network: nn.Module, pixels: Tensor) -> tuple[Tensor, list[st
     finally:
         for handle in handles:
             handle.remove()
-    return output, [name for module, name in layers.items() if module not in called]
+    replaceable = {module for module in called if type(module) in (nn.Linear, nn.Conv2d)}
+    return output, [name for module, name in layers.items() if module not in replaceable]
 
 
 class _LayerTracer(torch.fx.Tracer):
@@ -154,8 +156,8 @@ def traced_conv_norms(model: Any) -> list[tuple[str, str]]:
             continue
         convolution, norm = modules[node.target], modules[users[0].target]
         if (
-            isinstance(convolution, nn.Conv2d | LowRankConv)
-            and isinstance(norm, nn.BatchNorm2d)
+            type(convolution) in (nn.Conv2d, LowRankConv)
+            and type(norm) is nn.BatchNorm2d
             and norm.affine
             and norm.track_running_stats
             and calls[node.target] == calls[users[0].target] == 1
@@ -183,5 +185,5 @@ def kept_linear_layers(model: Any) -> Collection[nn.Module]:
 
 
 def fixed_layers(model: Any) -> Collection[nn.Module]:
-    """Return the layers of a model that cannot be replaced, because they are read without being called."""
+    """Return the layers of a user's module that cannot be replaced; none of other models."""
     return {model.get_submodule(name) for name in getattr(model.config, "fixed_layers", None) or ()}

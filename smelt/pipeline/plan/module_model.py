@@ -70,7 +70,7 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
     network = _build(model.module, source_hash)
     if errors := [*_shared_weight_errors(network), *_weight_errors(network, weights)]:
         raise InputError(errors[0].message, code=errors[0].code, setting=errors[0].setting)
-    outputs, uncalled = _run(network, height, width)
+    outputs, fixed = _run(network, height, width)
     if model.labels is not None and len(model.labels) != outputs:
         raise InputError(
             f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for each"
@@ -81,7 +81,7 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
     labels = model.labels or [f"LABEL_{index}" for index in range(outputs)]
     folder = Path(tempfile.mkdtemp(prefix="smelt-module-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = _config(model.module, source_hash, labels, network, uncalled)
+    config = _config(model.module, source_hash, labels, network, fixed)
     write_json(folder / "config.json", config | ({"image_size": height} if height == width else {}))
     write_json(folder / PROCESSOR_FILE, processor)
     (folder / WEIGHTS_FILE).symlink_to(weights.absolute())
@@ -89,13 +89,13 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
 
 
 def _config(
-    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, uncalled: list[str]
+    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, fixed: list[str]
 ) -> dict[str, Any]:
     from torch import nn
 
     from smelt.models.user_module import UserModuleForImageClassification
 
-    layers = [module for name, module in network.named_modules() if name not in uncalled]
+    layers = [module for name, module in network.named_modules() if name not in fixed]
     linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
     output_layer = [layer for layer in linears if layer.out_features == len(labels)][-1:]
     names = {str(index): label for index, label in enumerate(labels)}
@@ -104,7 +104,7 @@ def _config(
         "model_type": UserModuleForImageClassification.config_class.model_type,
         "module": function,
         "source_hash": source_hash,
-        "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in uncalled],
+        "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in fixed],
         "linear_layers": len(linears) - len(output_layer),
         "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
         "id2label": names,
@@ -198,18 +198,18 @@ def _weight_errors(network: nn.Module, weights: Path) -> Iterator[Message]:
 
 
 def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
-    """Return the number of outputs, and the layers that are not called, of the module run on two images.
+    """Return the number of outputs, and the layers that cannot be replaced, of the module on two images.
 
     Raises:
         InputError: it fails, or does not return one row of scores for each image.
     """
     import torch
 
-    from smelt.models.user_module import uncalled_layers
+    from smelt.models.user_module import find_fixed_layers
 
     pixels = torch.zeros(2, 3, height, width)
     try:
-        output, uncalled = uncalled_layers(network, pixels)
+        output, fixed = find_fixed_layers(network, pixels)
     except Exception as error:  # whatever the user's code does
         raise InputError(
             f"the module fails on images [2, 3, {height}, {width}]: {type(error).__name__}: {error}",
@@ -224,4 +224,4 @@ def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
             code="wrong-output",
             setting="module",
         )
-    return output.shape[1], uncalled
+    return output.shape[1], fixed

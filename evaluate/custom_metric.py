@@ -16,20 +16,16 @@ a value of the whole set, without interval; its differences have a p-value of 1.
 
 from __future__ import annotations
 
-import ast
-import importlib
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.files import json_hash, sha256_of, write_atomically
+from smelt.core.files import json_hash, sha256_of
+from smelt.core.user_code import first_on_path, import_current, user_code_files
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE
-from smelt.evaluate.metrics.registry import is_custom_metric
 from smelt.evaluate.quality import MetricScore, metric_score
 from smelt.evaluate.significance import Statistics
 
@@ -63,9 +59,9 @@ def load_custom_metric(name: str, folder: Path) -> CustomMetric:
             `no-such-function`: the module has no such function, or it is not callable.
     """
     module_name, _, attribute = name.partition(":")
-    with _first_on_path(folder):
+    with first_on_path(folder):
         try:
-            module = _import_current(module_name, folder)
+            module = import_current(module_name, folder)
         except (Exception, SystemExit) as error:  # whatever the user's module does
             raise InputError(
                 f"'{name}' cannot be imported: {type(error).__name__}: {error}. A metric is named by its"
@@ -90,129 +86,16 @@ def load_custom_metric(name: str, folder: Path) -> CustomMetric:
     path = Path(file) if file else None
 
     def call(*values: Any) -> Any:
-        with _first_on_path(folder):  # for imports in the function
+        with first_on_path(folder):  # for imports in the function
             return function(*values)
 
-    files = custom_metric_files([name], folder) or ({path.name: path} if path else {})
+    files = user_code_files([name], folder) or ({path.name: path} if path else {})
     source_hash = (
         json_hash({relative: sha256_of(source_path) for relative, source_path in files.items()})
         if files
         else ""
     )
     return CustomMetric(name, call, source_hash, path)
-
-
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # the module may change the path
-            sys.path.remove(str(folder))
-
-
-# Hash of the file of each module that was imported from a recipe's folder, with this folder.
-_imported: dict[str, tuple[Path, str]] = {}
-
-
-def _import_current(name: str, folder: Path) -> Any:
-    """Return the module as it is in its file now.
-
-    Modules of the folder are imported again if one of them was edited, or is loaded from another folder.
-    """
-    importlib.invalidate_caches()
-    modules = _folder_modules([name], folder)
-    states = {module: (folder, sha256_of(file)) for module, file in modules.items()}
-    outdated = {module for module, (previous_folder, _) in _imported.items() if previous_folder != folder}
-    outdated |= {module for module, file in modules.items() if _is_loaded_elsewhere(module, file)}
-    edited = any(_imported.get(module, state) != state for module, state in states.items())
-    for module in [*sys.modules]:
-        parents = {module[:end] for end in range(1, len(module)) if module[end] == "."}
-        if outdated & {module, *parents} or (edited and module in modules):
-            del sys.modules[module]
-            _imported.pop(module, None)
-    loaded = importlib.import_module(name)
-    _imported.update(states)
-    return loaded
-
-
-def _is_loaded_elsewhere(module: str, file: Path) -> bool:
-    """Return whether `module` is loaded, but not from `file`."""
-    loaded = sys.modules.get(module)
-    source = getattr(loaded, "__file__", None)
-    return loaded is not None and (source is None or Path(source).resolve() != file.resolve())
-
-
-def _is_in_use(module: str, file: Path) -> bool:
-    """Return whether an import returns a module of this process instead of `file`: `random`, smelt itself."""
-    package = module.partition(".")[0]
-    if package in sys.stdlib_module_names or package == __name__.partition(".")[0]:
-        return True
-    return module not in _imported and _is_loaded_elsewhere(module, file)
-
-
-def _folder_modules(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Return the files in `folder` of modules and of all that they import, by the module's name.
-
-    They are found in the source, so those that a function imports when it is called are included.
-    """
-    files: dict[str, Path] = {}
-    pending = [*names]
-    packages = {name.partition(".")[0] for name in pending}
-    while pending:
-        parts = pending.pop().split(".")
-        for count in range(1, len(parts) + 1):
-            module = ".".join(parts[:count])
-            path = folder.absolute().joinpath(*parts[:count])
-            candidates = (path / "__init__.py", path.with_name(f"{path.name}.py"))
-            file = next((candidate for candidate in candidates if candidate.is_file()), None)
-            if file is None or module in files or parts[0] in sys.builtin_module_names:
-                continue
-            if parts[0] not in packages and _is_in_use(module, file):
-                continue
-            files[module] = file
-            pending += _imported_names(file, module)
-    return files
-
-
-def _imported_names(file: Path, module: str) -> Iterator[str]:
-    """Yield the names of what the module in `file` imports: modules, and what may be modules of packages."""
-    try:
-        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return  # the import reports it
-    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            outer = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*outer, *filter(None, [node.module])])
-            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
-
-
-def custom_metric_files(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Return the files in `folder` that metrics are imported from, by their path relative to it.
-
-    These are the modules of the metrics, and all others of the folder that they import. Installed packages
-    are found from everywhere.
-
-    Args:
-        names: metrics, of which the user's own are `package.module:function`.
-        folder: of the recipe.
-    """
-    modules = _folder_modules([name.partition(":")[0] for name in names if is_custom_metric(name)], folder)
-    return {file.relative_to(folder.absolute()).as_posix(): file for file in modules.values()}
-
-
-def copy_custom_metrics(names: Iterable[str], folder: Path, target: Path) -> None:
-    """Copy the files of `custom_metric_files` into `target`, so that a recipe there finds its metrics."""
-    for relative, file in custom_metric_files(names, folder).items():
-        copy = target / relative
-        if copy.resolve() != file.resolve():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(copy, file.read_bytes())
 
 
 def score_custom_metric(

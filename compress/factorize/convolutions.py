@@ -47,6 +47,7 @@ from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import module_names, replace_layer
 from smelt.models.layers import LowRankConv, make_conv_steps
 from smelt.models.operations import count_operations
+from smelt.models.user_module import fixed_layers
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, ImageProcessor
 from smelt.stage import Context
 
@@ -321,10 +322,11 @@ def factorize_convolutions(
 def convolution_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple[str, nn.Conv2d]]:
     """Yield the convolutions that the patterns select, by their first names; no factorized ones."""
     parts = {id(step) for m in model.modules() if isinstance(m, LowRankConv) for step in m.steps}
+    fixed = fixed_layers(model)
     for module, names in module_names(model).items():
         if not isinstance(module, nn.Conv2d) or id(module) in parts or isinstance(module.padding, str):
             continue
-        if module.groups != 1 or module.padding_mode != "zeros":
+        if module in fixed or module.groups != 1 or module.padding_mode != "zeros":
             continue
         included = any(fnmatchcase(n, pattern) for n in names for pattern in settings.include)
         if included and not any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude):

@@ -101,6 +101,8 @@ class Factorize(Stage[FactorizeSettings]):
         from smelt.models.families.registry import find_family, no_blocks_reason
 
         family, reason = find_family(config), no_blocks_reason(config)
+        if family is not None and family.is_user_module and settings.targets == "layers":
+            return _user_module_errors(settings, config), config
         if settings.targets == "embeddings" and family is not None and family.input_kind == "images":
             text = f"{with_article(family.name)} model has no token embedding; remove targets."
             return [error_message("does-not-fit-model", text, setting="targets")], config
@@ -206,6 +208,17 @@ class Factorize(Stage[FactorizeSettings]):
             )
         ctx.details["parameters_after"] = count_stored_parameters(model)
         ctx.warnings.extend(streamed.finish(streamed.edits))
+
+
+def _user_module_errors(settings: FactorizeSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return an error if a PyTorch module of the user's own has no layers that the method factorizes."""
+    if settings.for_convolutions and not config.get("convolutions"):
+        text = "the module has no convolutions; use whitened-svd for its linear layers."
+    elif not settings.for_convolutions and not config.get("linear_layers"):
+        text = "the module has no linear layers but its output layer; use tucker for its convolutions."
+    else:
+        return []
+    return [error_message("does-not-fit-model", text, setting="method")]
 
 
 def _open_streamed(src: Artifact, settings: FactorizeSettings, ctx: Context) -> StreamedModel | None:
@@ -322,14 +335,16 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
 
     from smelt.models.edits import module_names
     from smelt.models.layers import LowRankEmbedding, LowRankLinear
+    from smelt.models.user_module import kept_linear_layers
 
+    kept = kept_linear_layers(model)
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module, names in module_names(model).items():
         if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
             continue
-        if _is_selected(settings, names):
+        if module not in kept and _is_selected(settings, names):
             yield module, names
 
 

@@ -1,7 +1,8 @@
 """Pruning of convolution channels: physical removal between two convolutions.
 
 The model family defines which channels can be removed: the outputs of one convolution of a chain that only
-the next one reads. The residual stream has one width for all blocks of a stage and is not pruned.
+the next one reads. The residual stream has one width for all blocks of a stage and is not pruned. Those of a
+user's PyTorch module are found by torch-pruning (`smelt.compress.prune.module_channels`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 from smelt.compress.model_input import load_float_model
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.importances.scores import ScoredModel, UnitScores
+from smelt.compress.prune.module_channels import cut_module_channels, find_module_channels
 from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
-from smelt.compress.prune.units import ChannelGroup, allocate_globally, find_convolution
+from smelt.compress.prune.units import ChannelGroup, ChannelUnits, allocate_globally, find_convolution
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit, replace_layer
-from smelt.models.families.registry import family_of
-from smelt.models.layers import conv_end_names, resize_conv
+from smelt.models.families.registry import family_of, is_user_module
+from smelt.models.layers import conv_end_names, resize_batch_norm, resize_conv
 from smelt.models.operations import count_operations
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.stage import Context
@@ -41,15 +43,23 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     size = read_processor(src.path).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ctx.details["flops_before"] = count_operations(model, size)
-    groups = find_channels(model)
+    is_module = is_user_module(model.config.to_dict())
+    groups: Sequence[Any] = find_module_channels(model, size) if is_module else find_channels(model)
     scored_model = ScoredModel(model, src, settings, ctx)
     scores: UnitScores = IMPORTANCES[settings.importance].scorer("channels")(scored_model, groups)
     kept_counts = _kept_counts(model, groups, scores, settings)
     ctx.warnings.extend(_rounding_warnings(model, groups, kept_counts, settings))
-    for group in groups:
-        if kept_counts[group.name] < group.count(model):
-            kept_channels = scores.neurons[group.name].topk(kept_counts[group.name]).indices.sort().values
-            cut_channels(model, edits, group, kept_channels)
+    kept_channels = {
+        group.name: scores.neurons[group.name].topk(kept_counts[group.name]).indices.sort().values
+        for group in groups
+        if kept_counts[group.name] < group.count(model)
+    }
+    if is_module:
+        cut_module_channels(model, edits, groups, kept_channels, size)
+    else:
+        for group in groups:
+            if group.name in kept_channels:
+                cut_channels(model, edits, group, kept_channels[group.name])
     ctx.details["kept_channels"] = kept_counts
     ctx.details["parameters_after"] = count_stored_parameters(model)
     ctx.details["flops_after"] = count_operations(model, size)
@@ -89,14 +99,14 @@ def cut_channels(model: Any, edits: list[Edit], group: ChannelGroup, kept_channe
         sizes = {"in_channels": new.in_channels, "out_channels": new.out_channels}
         replace_layer(model, edits, path, new.train(old.training), {"op": "conv", "module": path, **sizes})
     norm: Any = model.get_submodule(group.norm)
-    smaller = nn.BatchNorm2d(len(kept_channels), norm.eps, norm.momentum)
+    smaller = resize_batch_norm(norm, len(kept_channels))
     smaller.load_state_dict({n: t[kept_channels] if t.dim() else t for n, t in norm.state_dict().items()})
     edit = {"op": "batch_norm", "module": group.norm, "num_features": len(kept_channels)}
     replace_layer(model, edits, group.norm, smaller.train(norm.training), edit)
 
 
 def _kept_counts(
-    model: Any, groups: Sequence[ChannelGroup], scores: UnitScores, settings: PruneSettings
+    model: Any, groups: Sequence[ChannelUnits], scores: UnitScores, settings: PruneSettings
 ) -> dict[str, int]:
     """Return the number of kept channels by group name."""
     if settings.scope == "global":
@@ -106,7 +116,7 @@ def _kept_counts(
 
 
 def _rounding_warnings(
-    model: Any, groups: Sequence[ChannelGroup], num_kept: Mapping[str, int], settings: PruneSettings
+    model: Any, groups: Sequence[ChannelUnits], num_kept: Mapping[str, int], settings: PruneSettings
 ) -> list[Message]:
     """Return a warning about layers that keep all channels because of rounding."""
     unchanged = [g.count(model) for g in groups if num_kept[g.name] == g.count(model)]

@@ -13,6 +13,7 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.tasks import Task, task_traits
+from smelt.core.system import install_command, package_problem
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
@@ -295,6 +296,8 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         One message per error, with its setting.
     """
     family = find_family(config)
+    if family is not None and family.is_user_module:
+        return _user_module_errors(targets)
     if "channels" in targets:
         if family is None or family.conv_chain is not None:
             return []
@@ -310,6 +313,21 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     if not reason or set(targets) != {"heads"}:
         return []
     return [error_message("fixed-heads", f"{reason} Set targets: [ffn].", setting="targets")]
+
+
+TORCH_PRUNING_VERSION = "1.6"  # the oldest release that is supported
+
+
+def _user_module_errors(targets: Sequence[str]) -> list[Message]:
+    """Return errors about targets of a PyTorch module of the user's own, and of a missing torch-pruning."""
+    if "channels" not in targets:
+        text = "of a PyTorch module of your own only channels can be pruned. Set targets: [channels]."
+        return [error_message("does-not-fit-model", text, setting="targets")]
+    problem = package_problem("torch-pruning", TORCH_PRUNING_VERSION)
+    if problem is None:
+        return []
+    text = f"{problem}. {install_command('torch-pruning', TORCH_PRUNING_VERSION)}"
+    return [error_message("not-installed", text, setting="targets")]
 
 
 def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smelt.compress.model_input import AFTER_QUANTIZE
 from smelt.compress.prune.settings import PruneSettings
@@ -23,7 +24,24 @@ from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 from smelt.models.hidden_width import hidden_width
-from smelt.models.layers import LowRankLinear, SharedLinear, conv_end_names
+from smelt.models.layers import LowRankConv, LowRankLinear, SharedLinear, conv_end_names
+
+
+class ChannelUnits(Protocol):
+    """Channels that are pruned together; C of them."""
+
+    @property
+    def name(self) -> str:
+        """Their name in the details of the step."""
+
+    def count(self, model: nn.Module) -> int:
+        """Return C."""
+
+    def filter_norms(self, model: nn.Module) -> Tensor:
+        """Return the L1 norm of the filters of each channel, float64 [C]."""
+
+    def add_gate(self, model: nn.Module, gate: Tensor) -> list[RemovableHandle]:
+        """Multiply the channels by `gate`, float [C]; return the hooks."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,30 @@ class ChannelGroup:
     def count(self, model: nn.Module) -> int:
         """Return the number of channels."""
         return find_convolution(model, conv_end_names(model, self.first)[1]).out_channels
+
+    def filter_norms(self, model: nn.Module) -> Tensor:
+        """Return the L1 norm of the filter of each channel, float64 [C]."""
+        return whole_kernel(model.get_submodule(self.first)).double().abs().flatten(1).sum(dim=1)
+
+    def add_gate(self, model: nn.Module, gate: Tensor) -> list[RemovableHandle]:
+        """Multiply the channels by `gate`, float [C], after their norm; return the hooks."""
+        norm = model.get_submodule(self.norm)
+        return [norm.register_forward_hook(lambda module, inputs, output: output * gate[:, None, None])]
+
+
+def whole_kernel(module: nn.Module) -> Tensor:
+    """Return the kernel of a convolution, or the product of a factorized one's, float [T, S, D, D]."""
+    if not isinstance(module, LowRankConv):
+        return module.get_parameter("weight").detach()
+    first_step, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
+    kernel = first_step.weight.detach()
+    for step in following:
+        weight, is_depthwise = step.weight.detach(), step.groups != 1
+        # in each direction one of the two has a single tap
+        equation = "oij,oskl->osikjl" if is_depthwise else "ocij,cskl->osikjl"
+        merged: Tensor = torch.einsum(equation, weight[:, 0] if is_depthwise else weight, kernel)
+        kernel = merged.flatten(4, 5).flatten(2, 3)
+    return kernel
 
 
 def find_convolution(model: nn.Module, path: str) -> nn.Conv2d:

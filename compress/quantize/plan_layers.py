@@ -31,6 +31,7 @@ from smelt.models.layers import (
     LowRankLinear,
     with_low_rank_correction,
 )
+from smelt.models.user_module import fixed_layers
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.layers import (
     QuantizedEmbedding,
@@ -85,10 +86,12 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     """Return the layers of `model` to quantize by `settings`, in the model's order."""
     head = output_layer(model)
     embedding_weights = {id(m.weight) for m in token_embeddings(model)}
-    separate = set(cp_convolutions(model))
+    separate, fixed = set(cp_convolutions(model)), fixed_layers(model)
     planned = []
     for module, names in module_names(model).items():
         if any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude_patterns):
+            continue
+        if module in fixed:
             continue
         is_linear = isinstance(module, nn.Linear)
         if (
@@ -131,9 +134,9 @@ def cp_convolutions(model: Any) -> list[Any]:
 
 
 def is_convolutional(model: Any) -> bool:
-    """Return whether `model` is a convolutional network; patch embeddings of transformers do not count."""
+    """Return whether `model` may be a convolutional network; patch embeddings of transformers do not count."""
     family = family_of(model)
-    return family is not None and family.conv_chain is not None
+    return family is not None and (family.conv_chain is not None or family.is_user_module)
 
 
 def quantize_layers(

@@ -128,8 +128,10 @@ class Quantize(Stage[QuantizeSettings]):
         reason = no_blocks_reason(config)
         if reason is None:
             return [], config
-        errors = convolution_setting_errors(settings, reason)
-        return errors, config if errors else {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
+        errors = convolution_setting_errors(settings, reason, config)
+        quantizes_convolutions = not errors and SCHEMES[settings.scheme].supports_conv
+        quantizes_convolutions = quantizes_convolutions and config.get("convolutions") != 0
+        return errors, {**config, QUANTIZED_CONVOLUTIONS_KEY: True} if quantizes_convolutions else config
 
     @classmethod
     def estimate_size(cls, settings: QuantizeSettings, inputs: SizeInputs) -> StepSize:
@@ -211,15 +213,17 @@ class Quantize(Stage[QuantizeSettings]):
         ctx.details["bytes_after"] = weight_files_size(ctx.out)
 
 
-def convolution_setting_errors(settings: QuantizeSettings, lack: str) -> list[Message]:
-    """Return errors about settings that convolutional networks do not support; lack: the reason."""
+def convolution_setting_errors(
+    settings: QuantizeSettings, lack: str, config: Mapping[str, Any]
+) -> list[Message]:
+    """Return errors about settings that a model without blocks does not support; lack: the reason."""
     supported = [name for name, scheme in SCHEMES.items() if scheme.supports_conv]
     scheme_text = f"{lack}. Use scheme: {' or '.join(supported)}, which quantizes convolutions."
     if settings.mixed_precision is not None:
         return [error_message("does-not-fit-model", scheme_text, setting="mixed_precision")]
-    if settings.scheme not in supported:
+    if settings.scheme not in supported and not config.get("linear_layers"):
         return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
-    linear_only_text = f"{lack}, and this setting applies only to linear layers. Remove it."
+    linear_only_text = f"{lack}, and this setting applies only to linear layers of such blocks. Remove it."
     linear_settings = {
         "method": settings.method != "rtn",
         "smoothquant_alpha": settings.smoothquant_alpha is not None,

@@ -13,7 +13,7 @@ from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, is_user_module, no_blocks_reason
 from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 
@@ -128,6 +128,8 @@ class Sparsify(Stage[SparsifySettings]):
         cls, settings: SparsifySettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
+        if is_user_module(config):
+            return _user_module_errors(settings, config), config
         if (reason := no_blocks_reason(config)) is not None:
             return [error_message("does-not-fit-model", f"{reason}; remove sparsify.")], config
         if find_family(config) is not None:
@@ -176,6 +178,17 @@ class Sparsify(Stage[SparsifySettings]):
         save_requantized(model, edits, src, settings.dtype, ctx, codes, streamed)
 
 
+def _user_module_errors(settings: SparsifySettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return errors about settings that a PyTorch module of the user's own does not support."""
+    if not config.get("linear_layers"):
+        text = "the module has no linear layers but its output layer; remove sparsify."
+        return [error_message("does-not-fit-model", text)]
+    if "targets" in settings.model_fields_set:
+        text = f"{no_blocks_reason(config)}: all linear layers but the output layer are sparsified. Remove it."
+        return [error_message("does-not-fit-model", text, setting="targets")]
+    return []
+
+
 def _can_stream(ctx: Context) -> bool:
     """Return whether a large model can be processed block by block: only on the CPU."""
     from smelt.runtimes.device import torch_device
@@ -190,16 +203,21 @@ def _sparsify_blocks(
     ctx: Context,
     streamed: StreamedModel | None,
 ) -> None:
-    """Sparsify the blocks of `model` in place; report to `ctx`."""
+    """Sparsify the blocks of `model`, or the layers of a user's module, in place; report to `ctx`."""
     import torch
 
+    from smelt.calibration.samples import ModelInputs
     from smelt.calibration.sequential import run_blocks, visit_blocks
     from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
+    from smelt.models.user_module import inner_linear_layers
 
     generator = torch.Generator().manual_seed(ctx.seed)
     method = SPARSITY_METHODS[settings.method]
     sparsifier = Sparsifier(model, method, settings.sparsity_pattern, generator)
-    if samples is None:
+    if is_user_module(model.config.to_dict()):
+        observe = None if samples is None else ModelInputs(model, samples, ctx)
+        sparsifier.sparsify(inner_linear_layers(model), observe)
+    elif samples is None:
         for block in visit_blocks(model, ctx, streamed):
             sparsifier.sparsify(linear_layers(model, block, settings.targets), None)
     else:

@@ -334,6 +334,20 @@ def observe_inputs(
             ctx.progress(num_done, len(samples.batches), "calibration")
 
 
+@dataclass(frozen=True)
+class ModelInputs:
+    """An `ObserveInputs` that runs the whole model each time."""
+
+    model: Any
+    samples: CalibrationSamples
+    ctx: Context
+
+    def __call__(self, layers: LayersByKey, see: InputCallback, *, held_back: bool = False) -> None:
+        """Call `see` with the inputs on the samples, or on those that are held back."""
+        samples = (self.samples.held_back or self.samples) if held_back else self.samples
+        observe_inputs(self.model, samples, layers, see, self.ctx)
+
+
 @contextmanager
 def input_hooks(
     model: Any, layers: LayersByKey, callback: InputCallback, batch: TensorBatch

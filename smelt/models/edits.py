@@ -54,9 +54,11 @@ from smelt.models.layers import (
     SharedLinear,
     conv_end_names,
     make_conv_steps,
+    resize_batch_norm,
     resize_conv,
     skip_sublayer,
 )
+from smelt.models.user_module import traced_conv_norms
 from smelt.quantization.layers import (
     QuantizedActivation,
     QuantizedLinear,
@@ -199,25 +201,19 @@ def tie_linear(model: Any, name: str, table: str) -> Edit:
 def fold_batch_norms(model: Any) -> list[Edit]:
     """Fold each batch norm of `model` into its convolution, in place; return the edits.
 
-    The model's family defines which norm follows which convolution. In inference a batch norm multiplies and
+    The model's family defines which norm follows which convolution; of a user's module its trace shows it. In
+    inference a batch norm multiplies and
     shifts each channel by constants, and so can the convolution before it. Graph optimizers fold the two as
     well, but then a constant of the graph belongs to no layer of the model, and quantized kernels would
     differ.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2; torch.nn.utils.fusion.
     """
-    family = family_of(model)
-    if family is None or family.conv_and_norm is None:
-        return []
-    convolution, norm = family.conv_and_norm
     edits: list[Edit] = []
-    for name, module in list(model.named_modules()):
-        conv_layer, norm_layer = (getattr(module, attribute, None) for attribute in (convolution, norm))
-        if not isinstance(conv_layer, nn.Module) or not isinstance(norm_layer, nn.BatchNorm2d):
-            continue
-        _, last = conv_end_names(model, f"{name}.{convolution}")
+    for convolution, norm in _convolutions_with_norms(model):
+        last, norm_layer = conv_end_names(model, convolution)[1], model.get_submodule(norm)
         layer = model.get_submodule(last)
-        if not isinstance(layer, nn.Conv2d):
+        if not isinstance(layer, nn.Conv2d) or not isinstance(norm_layer, nn.BatchNorm2d):
             continue
         mean, variance = norm_layer.running_mean, norm_layer.running_var
         assert mean is not None
@@ -226,9 +222,24 @@ def fold_batch_norms(model: Any) -> list[Edit]:
             layer.weight, layer.bias = fuse_conv_bn_weights(
                 layer.weight, layer.bias, mean, variance, norm_layer.eps, norm_layer.weight, norm_layer.bias
             )  # fmt: skip
-        setattr(module, norm, nn.Identity())
-        edits.append({"op": "fold", "module": last, "norm": f"{name}.{norm}"})
+        replace_module(model, norm, nn.Identity())
+        edits.append({"op": "fold", "module": last, "norm": norm})
     return edits
+
+
+def _convolutions_with_norms(model: Any) -> list[tuple[str, str]]:
+    """Return the names of each convolution and the batch norm that alone uses its output."""
+    family = family_of(model)
+    if family is not None and family.is_user_module:
+        return traced_conv_norms(model)
+    if family is None or family.conv_and_norm is None:
+        return []
+    convolution, norm = family.conv_and_norm
+    return [
+        (f"{name}.{convolution}", f"{name}.{norm}")
+        for name, module in model.named_modules()
+        if all(isinstance(getattr(module, child, None), nn.Module) for child in family.conv_and_norm)
+    ]
 
 
 def prepare_folded_conv(model: nn.Module, convolution: str, norm: str) -> None:
@@ -323,8 +334,8 @@ def _low_rank_conv(model: nn.Module, edit: Edit) -> None:
 
 def _conv(model: nn.Module, edit: Edit) -> None:
     old = model.get_submodule(edit["module"])
-    if not isinstance(old, nn.Conv2d) or old.groups != 1:
-        raise TypeError("it is not a Conv2d of one group")
+    if not isinstance(old, nn.Conv2d) or old.groups not in (1, old.in_channels):
+        raise TypeError("it is not a Conv2d of one group, or depthwise")
     in_channels, out_channels = (
         _checked_width(edit["in_channels"], old.in_channels),
         _checked_width(edit["out_channels"], old.out_channels),
@@ -337,8 +348,7 @@ def _batch_norm(model: nn.Module, edit: Edit) -> None:
     if not isinstance(old, nn.BatchNorm2d):
         raise TypeError("it is not a BatchNorm2d")
     size = _checked_width(edit["num_features"], old.num_features)
-    new = nn.BatchNorm2d(size, old.eps, old.momentum, device=old.weight.device, dtype=old.weight.dtype)
-    replace_module(model, edit["module"], new)
+    replace_module(model, edit["module"], resize_batch_norm(old, size))
 
 
 def _fold(model: nn.Module, edit: Edit) -> None:

@@ -37,6 +37,7 @@ from smelt.models.edits import Edit, apply_edits, read_edits
 from smelt.models.families.registry import family_of
 from smelt.models.sentence_model import sentence_class
 from smelt.models.text_rules import read_sentence_rules
+from smelt.models.user_module import USER_MODULE_CLASSES, empty_user_module
 from smelt.models.weight_files import has_weights, value_count, weight_tensors
 from smelt.quantization.layers import QuantizedActivation, QuantizedMatrix
 from smelt.stage import StoredDtype
@@ -99,6 +100,24 @@ def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
     config.dtype = torch.float32  # in memory, whatever the file holds
     kind = _model_class(config, folder)
     edits = read_edits(folder)
+    is_user_module = kind in USER_MODULE_CLASSES.values()
+    model = empty_user_module(kind, config) if is_user_module else _empty_transformer(kind, config, folder)
+    apply_edits(model, edits)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        read_json_object(folder / "generation_config.json")  # reports errors with our own messages
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            # newer files have it only there, and training reads the config
+            config.decoder_start_token_id = model.generation_config.decoder_start_token_id
+    return model, edits
+
+
+def _empty_transformer(kind: Any, config: Any, folder: Path) -> Any:
+    """Return a model of transformers on the meta device.
+
+    Raises:
+        InputError: the config does not define a model.
+    """
     from accelerate import init_empty_weights
 
     try:
@@ -111,14 +130,7 @@ def empty_model(folder: Path) -> tuple[Any, list[Edit]]:
             code="wrong-config",
         ) from error
     replace_conv1d(model)
-    apply_edits(model, edits)
-    if (folder / "generation_config.json").is_file() and model.can_generate():
-        read_json_object(folder / "generation_config.json")  # reports errors with our own messages
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            # newer files have it only there, and training reads the config
-            config.decoder_start_token_id = model.generation_config.decoder_start_token_id
-    return model, edits
+    return model
 
 
 @contextlib.contextmanager
@@ -165,6 +177,8 @@ def _unless_meta(draw: Any) -> Any:
 def _model_class(config: Any, folder: Path) -> Any:
     """Return the model's class: a sentence embedder if the folder has its files, else the config's.
 
+    That of a user's module is ours.
+
     Raises:
         InputError: it is not a class of transformers.
     """
@@ -174,6 +188,8 @@ def _model_class(config: Any, folder: Path) -> Any:
     rules = None if class_name.endswith(CLASSIFIER_SUFFIXES) else read_sentence_rules(folder)
     if rules is not None:
         return sentence_class(config, rules)
+    if class_name in USER_MODULE_CLASSES:
+        return USER_MODULE_CLASSES[class_name]
     kind = getattr(transformers, class_name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise InputError(

@@ -9,6 +9,7 @@ Shapes: B = batch, K = inputs, N = outputs, S = input channels, T = output chann
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -222,14 +223,23 @@ def make_conv_steps(kind: str, conv: nn.Conv2d, ranks: Sequence[int]) -> list[nn
 
 
 def resize_conv(old: nn.Conv2d, in_channels: int, out_channels: int) -> nn.Conv2d:
-    """Return an empty convolution like `old`, of one group, with other input and output channels."""
+    """Return an empty convolution like `old`, of one group or depthwise, with other channels."""
     placement: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     shape: dict[str, Any] = {"stride": old.stride, "padding": old.padding, "dilation": old.dilation}
     size: Any = old.kernel_size
-    bias = old.bias is not None
-    return nn.Conv2d(
-        in_channels, out_channels, size, bias=bias, padding_mode=old.padding_mode, **shape, **placement
-    )
+    shape |= {"groups": 1 if old.groups == 1 else in_channels, "padding_mode": old.padding_mode}
+    return nn.Conv2d(in_channels, out_channels, size, bias=old.bias is not None, **shape, **placement)
+
+
+def resize_batch_norm(old: nn.BatchNorm2d, num_features: int) -> nn.BatchNorm2d:
+    """Return an empty batch norm like `old`, of its class, with other channels."""
+    new = copy.deepcopy(old)
+    new.num_features = num_features
+    for name, tensor in [*old.named_parameters(recurse=False), *old.named_buffers(recurse=False)]:
+        if tensor.dim():
+            resized = tensor.detach().new_empty(num_features)
+            setattr(new, name, nn.Parameter(resized) if isinstance(tensor, nn.Parameter) else resized)
+    return new
 
 
 def _kernel_size(conv: nn.Conv2d) -> int:

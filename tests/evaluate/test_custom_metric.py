@@ -11,7 +11,8 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
-from smelt.evaluate.custom_metric import copy_custom_metrics, load_custom_metric, score_custom_metric
+from smelt.core.user_code import copy_user_code
+from smelt.evaluate.custom_metric import load_custom_metric, score_custom_metric
 from smelt.evaluate.significance import compare_steps
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support import harness
@@ -181,7 +182,7 @@ def test_copied_metrics_are_found_next_to_another_recipe(tmp_path):
     (source_folder / "unused.py").write_text("")
     (source_folder / "random.py").write_text("raise ValueError")  # is not that of Python
     assert load_custom_metric("own_package.scores:f", source_folder).function() == 17
-    copy_custom_metrics(["bleu", "own_package.scores:f", "math:hypot"], source_folder, target)
+    copy_user_code(["own_package.scores:f", "math:hypot"], source_folder, target)
     files = {path.relative_to(target).as_posix() for path in target.rglob("*.py")}
     assert files == {"own_package/__init__.py", "own_package/scores.py", "own_helper.py", "own_late.py"}
     command = "from own_package.scores import f; print(f())"

@@ -39,7 +39,7 @@ def test_values_and_parameters_equal_the_onnx_operator(x):
         assert float(scale) == pytest.approx(float(s), rel=1e-7)
 
 
-@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (5, 1024), (33, 3000)])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (5, 1024), (33, 3000), (4, 1)])
 @pytest.mark.parametrize("exactly", [True, False])
 def test_sums_are_exact_for_any_quantized_weights(rows, inputs, exactly, monkeypatch):
     if not exactly or not is_int8_matmul_exact():

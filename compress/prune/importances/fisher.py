@@ -17,7 +17,7 @@ from smelt.compress.prune.importances.scores import (
     unit_mask_hook,
 )
 from smelt.compress.prune.importances.taylor import gate_scores, gradient_scores
-from smelt.compress.prune.units import AttentionGroup, ChannelGroup, FeedForwardGroup, linear_with_inputs
+from smelt.compress.prune.units import AttentionGroup, ChannelUnits, FeedForwardGroup, linear_with_inputs
 from smelt.training.losses import label_objective
 
 
@@ -39,7 +39,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
     )
 
 
-def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
+def score_channels(scored: ScoredModel, groups: Sequence[ChannelUnits]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
     scores = score_on_labeled_samples(
         scored,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores
-from smelt.compress.prune.units import AttentionGroup, ChannelGroup, FeedForwardGroup, whole_weight
+from smelt.compress.prune.units import AttentionGroup, ChannelUnits, FeedForwardGroup, whole_weight
 from smelt.models.hidden_width import hidden_axes
-from smelt.models.layers import LowRankConv
 
 
 def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
@@ -28,7 +27,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
     return channel_magnitudes(scored.model)
 
 
-def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
+def score_channels(scored: ScoredModel, groups: Sequence[ChannelUnits]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
     return UnitScores({}, filter_magnitudes(scored.model, groups))
 
@@ -76,27 +75,9 @@ def channel_magnitudes(model: Any) -> Tensor:
     return torch.stack(squares).sum(dim=0).sqrt()
 
 
-def filter_magnitudes(model: Any, groups: Sequence[ChannelGroup]) -> dict[str, Tensor]:
+def filter_magnitudes(model: Any, groups: Sequence[ChannelUnits]) -> dict[str, Tensor]:
     """Return the L1 norm of the filter of every channel, float64 [C] by group.
 
     Source: Li et al. 2017, Pruning Filters for Efficient ConvNets, arXiv:1608.08710, section 3.1.
     """
-    return {
-        g.name: whole_kernel(model.get_submodule(g.first)).double().abs().flatten(1).sum(dim=1)
-        for g in groups
-    }
-
-
-def whole_kernel(module: nn.Module) -> Tensor:
-    """Return the kernel of a convolution, or the product of a factorized one's, float [T, S, D, D]."""
-    if not isinstance(module, LowRankConv):
-        return module.get_parameter("weight").detach()
-    first_step, *following = (step for step in module.steps if isinstance(step, nn.Conv2d))
-    kernel = first_step.weight.detach()
-    for step in following:
-        weight, is_depthwise = step.weight.detach(), step.groups != 1
-        # in each direction one of the two has a single tap
-        equation = "oij,oskl->osikjl" if is_depthwise else "ocij,cskl->osikjl"
-        merged: Tensor = torch.einsum(equation, weight[:, 0] if is_depthwise else weight, kernel)
-        kernel = merged.flatten(4, 5).flatten(2, 3)
-    return kernel
+    return {group.name: group.filter_norms(model) for group in groups}

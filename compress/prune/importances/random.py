@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compress.prune.importances.scores import Groups, ScoredModel, UnitScores
-from smelt.compress.prune.units import AttentionGroup, ChannelGroup, FeedForwardGroup
+from smelt.compress.prune.units import AttentionGroup, ChannelUnits, FeedForwardGroup
 
 
 def score_units(scored: ScoredModel, groups: Groups) -> UnitScores:
@@ -21,7 +21,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
     return torch.rand(width, generator=torch.Generator().manual_seed(scored.ctx.seed), dtype=torch.float64)
 
 
-def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
+def score_channels(scored: ScoredModel, groups: Sequence[ChannelUnits]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
     generator = torch.Generator().manual_seed(scored.ctx.seed)
     scores = {

@@ -24,7 +24,7 @@ from smelt.compress.prune.importances.scores import (
 )
 from smelt.compress.prune.units import (
     AttentionGroup,
-    ChannelGroup,
+    ChannelUnits,
     FeedForwardGroup,
     linear_with_inputs,
     linear_with_outputs,
@@ -53,7 +53,7 @@ def score_width(scored: ScoredModel, width: int) -> Tensor:
     )
 
 
-def score_channels(scored: ScoredModel, groups: Sequence[ChannelGroup]) -> UnitScores:
+def score_channels(scored: ScoredModel, groups: Sequence[ChannelUnits]) -> UnitScores:
     """Return the scores of the channels between convolutions."""
     scores = score_on_labeled_samples(
         scored, lambda batches: gate_scores(scored.model, groups, batches, label_objective())
@@ -164,11 +164,11 @@ def _hidden_mask(model: Any, width: int) -> Iterator[Tensor]:
 
 def gate_scores(
     model: Any,
-    groups: Sequence[ChannelGroup],
+    groups: Sequence[ChannelUnits],
     batches: Iterable[Any],
     loss_of: Callable[[nn.Module, Any], Tensor],
 ) -> dict[str, Tensor]:
-    """Return the mean over batches of (dL/dg)^2 for a gate g = 1 after each channel's batch norm.
+    """Return the mean over batches of (dL/dg)^2 for a gate g = 1 of each channel.
 
     This is the squared first-order change of the loss when the channel is removed. Scores are comparable
     between layers.
@@ -183,9 +183,5 @@ def gate_scores(
     """
     device = next(model.parameters()).device
     gates = {g.name: torch.ones(g.count(model), requires_grad=True, device=device) for g in groups}
-    hooks = [model.get_submodule(g.norm).register_forward_hook(_gate_hook(gates[g.name])) for g in groups]
+    hooks = [hook for group in groups for hook in group.add_gate(model, gates[group.name])]
     return mean_squared_gradients(model, gates, hooks, batches, loss_of)
-
-
-def _gate_hook(gate: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    return lambda module, inputs, output: output * gate[:, None, None]

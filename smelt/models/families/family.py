@@ -200,6 +200,8 @@ class FeedForward:
         return replace(self, name=name, up=up_name, down=down_name, gate=gate)
 
 
+MODULE_PREFIX = "network"
+"""The name of a user's module in the model that calls it."""
 STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
 
 
@@ -401,6 +403,8 @@ class Family:
     """The config key for the number of blocks of a stack whose own key has no value."""
     input_kind: Literal["texts", "images"] = "texts"
     """Token ids of texts, or pixels of images."""
+    is_user_module: bool = False
+    """Whether the models are PyTorch modules of the user's own, of any architecture, without a layout."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
     """Pairs of a pattern and its replacement, tried in order, for tensor names in older checkpoints."""
     conv_and_norm: tuple[str, str] | None = None
@@ -458,6 +462,8 @@ class Family:
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
         """Its layouts by the name of the variant, "" for the usual one."""
+        if self.is_user_module:
+            return {"": Layout((), "", ())}
         layouts = {}
         for variant in ("", *(variant.name for variant in self.layout_variants)):
             layout = read_layout(f"{self.name}-{variant}" if variant else self.name)

@@ -44,6 +44,7 @@ from smelt.models.families import (
     roberta,
     starcoder2,
     t5,
+    torch_module,
     vit,
     xlm_roberta,
 )
@@ -69,12 +70,23 @@ QUANTIZED_CONVOLUTIONS_KEY = "smelt_coded_convolutions"
 
 def find_family(config: Config) -> Family | None:
     """Return the family of a Hugging Face config, None if it is not supported."""
-    return FAMILIES.get(str(config.get("model_type")))
+    return _family_by_type(str(config.get("model_type")))
 
 
 def family_of(model: Any) -> Family | None:
     """Return the family of a transformers model, None if it is not supported."""
-    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    return _family_by_type(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def _family_by_type(model_type: str) -> Family | None:
+    module_family = torch_module.FAMILY
+    return module_family if model_type == module_family.name else FAMILIES.get(model_type)
+
+
+def is_user_module(config: Config) -> bool:
+    """Return whether the model of a config is a PyTorch module of the user's own."""
+    family = find_family(config)
+    return family is not None and family.is_user_module
 
 
 def reads_images(config: Config) -> bool:
@@ -99,6 +111,8 @@ def no_blocks_reason(config: Config) -> str | None:
     family = find_family(config)
     if family is None or family.stacks(config):
         return None
+    if family.is_user_module:
+        return "in a PyTorch module of your own, attention and feed-forward blocks are not known"
     return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"
 
 

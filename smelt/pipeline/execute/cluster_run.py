@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError
-from smelt.core.files import json_hash, resolve_path
+from smelt.core.files import json_hash, read_json_object, resolve_path
 from smelt.core.messages import Message, info
+from smelt.core.user_code import recorded_source
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import is_custom_metric
 from smelt.models.model_size import INTERPRETER_BYTES
@@ -302,7 +303,7 @@ class ClusterRun:
 
 
 def paths_on_nodes(plan: Plan) -> list[Path]:
-    """Return the files and folders that tasks read apart from the store: teachers and a user's metrics.
+    """Return the files and folders that tasks read apart from the store: teachers and a user's own code.
 
     The model is imported by the driver. The processes of a training read the whole recipe.
     """
@@ -312,6 +313,9 @@ def paths_on_nodes(plan: Plan) -> list[Path]:
     for name in filter(is_custom_metric, plan.recipe.score.quality):
         file = load_custom_metric(name, plan.recipe.base).file
         paths += [file.absolute()] if file else []
+    if plan.recipe.module is not None and plan.local_model is not None:
+        config = read_json_object(plan.local_model / "config.json")
+        paths.append(recorded_source(config["module"], config["source_hash"]))
     if plan.recipe.launch.num_processes > 1:
         files = (
             resolve_path(plan.recipe.base, data_file) for data_file in plan.recipe.data.split_files().values()

@@ -34,8 +34,8 @@ from smelt.core.files import (
 from smelt.core.locks import file_lock, heartbeat, is_active
 from smelt.core.remote_store import RemoteStore, is_store_url, open_remote_store
 from smelt.core.store import Store
+from smelt.core.user_code import copy_user_code
 from smelt.core.workspaces import OWNER_SUFFIX
-from smelt.evaluate.custom_metric import copy_custom_metrics
 
 if TYPE_CHECKING:
     from smelt.pipeline.execute.step_runner import StepRunner
@@ -287,7 +287,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
         for partial_path in partial_files(self.path):
             partial_path.unlink(missing_ok=True)  # left by a killed run; this run has the folder locked
-        copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, self.path)
+        copy_user_code(plan.user_functions, plan.recipe.base, self.path)
         write_atomically(self.path / "recipe.yaml", plan.portable_recipe())
 
     def write_scores(self, name: str, score: Mapping[str, Any]) -> None:

@@ -326,7 +326,7 @@ def check_model_folder(
     problems += [*weight_errors, *quantization_problems(folder, config, task, has_headers=not weight_errors)]
     kind = str(config.get("model_type", ""))
     families = FAMILIES_BY_TASK[task] if task else ()
-    if config and families and kind not in families:
+    if config and families and not _supports_task(config, task):
         problems.append(unknown_family_message(kind, task).with_prefix(f"{folder / 'config.json'}: "))
     else:
         problems += (
@@ -348,6 +348,11 @@ def check_model_folder(
         *_duplicate_weights_warning(folder),
         *_config_warnings(config, task, is_baseline),
     ] if not problems else []
+
+
+def _supports_task(config: Mapping[str, Any], task: Task | None) -> bool:
+    family = find_family(config)
+    return family is not None and task in family.tasks
 
 
 def unknown_family_message(kind: str, task: Task | None = None) -> Message:

@@ -63,6 +63,7 @@ from smelt.pipeline.plan.task_checks import (
     resolve_pooling,
     resolve_text_rules,
 )
+from smelt.pipeline.plan.module_model import read_user_module
 from smelt.pipeline.plan.untrained_checks import (
     check_new_classifier,
     check_untrained,
@@ -253,6 +254,7 @@ READERS: tuple[Check, ...] = (
     set_autotune_sizes,
     select_steps,
     plan_gates,
+    read_user_module,
     read_onnx_model,
     read_model_folder,
     read_data,

@@ -20,12 +20,16 @@ from smelt.core.messages import Message, error_message
 from smelt.data.labels import ProblemType, require_all_or_none
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import Split
-from smelt.evaluate.metrics.registry import find_metric, is_lower_better, scores_agreement_alone
+from smelt.evaluate.metrics.registry import (
+    find_metric,
+    is_custom_metric,
+    is_lower_better,
+    scores_agreement_alone,
+)
 from smelt.models.text_rules import read_text_rules
 from smelt.pipeline.inspect.model_folder import fetch_model
 from smelt.pipeline.inspect.model_info import OnnxModel
 from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resolve_text_rules
-from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
 from smelt.pipeline.recipe.yaml_file import dump_yaml
@@ -160,6 +164,13 @@ class Plan:
         return _format_plan(self)
 
     @property
+    def user_functions(self) -> list[str]:
+        """The functions of the user's own code that the recipe names: custom metrics, and a module's."""
+        module = self.recipe.module
+        metrics = [name for name in self.recipe.score.quality if is_custom_metric(name)]
+        return metrics if module is None else [*metrics, module.module]
+
+    @property
     def excluded_names(self) -> tuple[str, ...]:
         """The names of the steps that `until` excludes."""
         return tuple(step.name for step in self.excluded_steps)
@@ -271,7 +282,7 @@ def _format_plan(plan: Plan) -> str:
     """Return the plan as text of at most 80 columns: model, data, tree of steps, score, gates, warnings."""
     recipe = plan.recipe
     lines = [*_wrap_lines(f"{recipe.path}: {recipe.task}, {_pluralize(len(plan.steps), 'step')}", 2), ""]
-    lines += _wrap_lines(f"model       {_model_text(recipe.model)}", 12)
+    lines += _wrap_lines(f"model       {_model_text(recipe)}", 12)
     for entry in _graph_lines(plan.onnx_model) if plan.onnx_model else ():
         lines += _wrap_lines(entry, 12)
     for name, origin in recipe.data.split_sources().items():
@@ -388,7 +399,10 @@ def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace('"', "")
 
 
-def _model_text(model: str | UntrainedModel) -> str:
+def _model_text(recipe: ParsedRecipe) -> str:
+    model = recipe.model
+    if recipe.module is not None:
+        return f"{recipe.module.module}, your own code, which is run; weights: {recipe.module.weights}"
     if isinstance(model, str):
         return model
     tokenizer = model.tokenizer
@@ -431,9 +445,12 @@ def _graph_lines(model: OnnxModel) -> Iterator[str]:
     yield f"outputs     {'; '.join(value.describe() for value in model.signature.outputs)}"
 
 
+_MODEL_PATHS = ("config", "tokenizer", "weights", "processor")
+
+
 def _paths_of_recipe(value: dict[str, Any], recipe: ParsedRecipe) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of every path in a recipe that is not a setting of a stage."""
-    for holder, names in ((value, ("model", "tokenizer")), (value["model"], ("config", "tokenizer"))):
+    for holder, names in ((value, ("model", "tokenizer")), (value["model"], _MODEL_PATHS)):
         for name in names if isinstance(holder, dict) else ():
             if isinstance(holder.get(name), str):
                 yield holder, name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_count
@@ -64,6 +64,40 @@ class UntrainedModel(Settings):
         le=4096,
         description="image models: pixels per side, if the config does not set it",
     )
+
+
+class ModuleModel(Settings):
+    """A PyTorch module of the user's own."""
+
+    module: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="function that returns a torch.nn.Module, as package.module:function; in the recipe's"
+        " folder",
+    )
+    weights: NonEmptyText = Field(description="its state_dict, a .safetensors file")
+    labels: tuple[NonEmptyText, ...] | None = Field(
+        default=None, description="names of the classes, in the order of the outputs"
+    )
+    image_size: int | None = Field(
+        default=None, ge=1, le=4096, description="pixels per side; the mean and std of images become 0.5"
+    )
+    processor: NonEmptyText | None = Field(
+        default=None, description="preprocessor_config.json, instead of image_size"
+    )
+
+
+def _form_of_model(value: Any) -> str:
+    if isinstance(value, dict):
+        return "module" if "module" in value else "untrained"
+    return {ModuleModel: "module", UntrainedModel: "untrained"}.get(type(value), "name")
+
+
+ModelSetting = Annotated[
+    Annotated[str, Tag("name")]
+    | Annotated[UntrainedModel, Tag("untrained")]
+    | Annotated[ModuleModel, Tag("module")],
+    Discriminator(_form_of_model),
+]
 
 
 class SplitFractions(Settings):

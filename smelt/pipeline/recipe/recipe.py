@@ -29,7 +29,14 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.generation.config import GenerationSettings
 from smelt.pipeline.recipe.launch_file import resolve_launch
-from smelt.pipeline.recipe.model_and_data import AxisSize, DataSettings, EmbeddingSettings, UntrainedModel
+from smelt.pipeline.recipe.model_and_data import (
+    AxisSize,
+    DataSettings,
+    EmbeddingSettings,
+    ModelSetting,
+    ModuleModel,
+    UntrainedModel,
+)
 from smelt.pipeline.recipe.stages import StageEntry, apply_overrides, load_stage, read_stages, step_names
 from smelt.pipeline.recipe.validation_errors import (
     RecipeErrors,
@@ -163,7 +170,9 @@ class ResourceSettings(Settings):
 class RecipeKeys(Settings):
     """The keys of a recipe other than `stages`, as in the file."""
 
-    model: str | UntrainedModel = Field(description="folder, hub id, .onnx file, or an untrained model")
+    model: ModelSetting = Field(
+        description="folder, hub id, .onnx file, an untrained model, or a PyTorch module"
+    )
     task: Task = Field(description="task of the model")
     tokenizer: str | None = Field(
         default=None, description="for an .onnx file: folder with config.json and tokenizer"
@@ -218,10 +227,13 @@ class ParsedRecipe(RecipeKeys):
     stages: the steps as written. path: the file. metric_settings: the settings of metrics in score.quality,
     by metric. label_arrays: arrays of the data that only metrics read, which the plan sets. judged_on: the
     split for gates and the recommendation, as set by `gates.on`; None to let the plan choose. document: the
-    file's content as plain values with `--set` applied, as in report.json.
+    file's content as plain values with `--set` applied, as in report.json. module: a PyTorch module as model;
+    the plan writes a folder with it, which becomes `model`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    model: str | UntrainedModel
+    module: ModuleModel | None = None
     stages: tuple[StageEntry, ...] = ()
     path: Path
     metric_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -341,6 +353,8 @@ def check_recipe(
             "the recipe has no validation samples. Set data: validation.",
             code="missing-data",
         )
+    if isinstance(keys.model, ModuleModel):
+        fields |= {"model": "", "module": keys.model}
     fields |= {"metric_settings": metric_settings, "judged_on": judged_on, "document": value}
     recipe = ParsedRecipe(**fields, stages=tuple(entries), path=path)
     return recipe, errors, invalid_paths

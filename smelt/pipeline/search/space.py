@@ -29,7 +29,7 @@ from pydantic import Field
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import json_hash, write_atomically
 from smelt.core.messages import Message, error_message, with_count
-from smelt.evaluate.custom_metric import copy_custom_metrics
+from smelt.core.user_code import copy_user_code
 from smelt.evaluate.metrics.registry import (
     METRICS,
     METRICS_BY_TASK,
@@ -233,11 +233,11 @@ class SearchSpace:
     def write_recipe(self, values: Mapping[str, Any], path: Path) -> None:
         """Write the recipe of one point, which runs from any folder, to `path`.
 
-        The modules of the user's custom metrics are copied next to it.
+        The user's own code is copied next to it.
         """
         path.parent.mkdir(exist_ok=True)
         plan = self.plan_at(values)
-        copy_custom_metrics(plan.recipe.score.quality, plan.recipe.base, path.parent)
+        copy_user_code(plan.user_functions, plan.recipe.base, path.parent)
         write_atomically(path, plan.portable_recipe())
 
 

@@ -248,7 +248,7 @@ def int8_matmul(x: Tensor, codes: Tensor) -> Tensor:
     import torch
     from torch.nn import functional as F
 
-    if is_int8_matmul_exact():
+    if is_int8_matmul_exact() and x.shape[1] > 1:  # with one column torch 2.13 returns unset memory
         return torch._int_mm(x, codes.t())
     sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
     for start in range(0, x.shape[1], _EXACT_TERMS):

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.channels import find_channels
-from smelt.compress.prune.importances.magnitude import filter_magnitudes, whole_kernel
+from smelt.compress.prune.importances.magnitude import filter_magnitudes
 from smelt.compress.prune.importances.taylor import gate_scores
+from smelt.compress.prune.units import whole_kernel
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.core.messages import message_codes

@@ -1,0 +1,38 @@
+"""PyTorch modules of the user's own (`model: {module: ...}`): no layout is known, layers are found by type.
+
+It is no family of transformers and not in FAMILIES: `find_family` and `family_of` return it.
+"""
+
+from __future__ import annotations
+
+from smelt.core.errors import InputError
+from smelt.core.user_code import recorded_source
+from smelt.models.families.family import (
+    IMAGE_TASKS,
+    MODULE_PREFIX,
+    Config,
+    Family,
+    PositionEncoding,
+    PublishedLearningRate,
+)
+
+
+def unsupported_config(config: Config) -> list[str]:
+    """Return why the code of a module is not run: its user has not named it in a recipe."""
+    try:
+        recorded_source(str(config.get("module", "")), str(config.get("source_hash", "")))
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
+FAMILY = Family(
+    name="torch-module",
+    tasks=IMAGE_TASKS,
+    learning_rate=PublishedLearningRate(5e-4, None),  # as ResNet's
+    input_kind="images",
+    is_user_module=True,
+    position_encoding=PositionEncoding(None),
+    renamed_tensors=((rf"^(?!{MODULE_PREFIX}\.)", f"{MODULE_PREFIX}."),),
+    unsupported_config=unsupported_config,
+)

@@ -1,0 +1,227 @@
+"""A PyTorch module of the user's own as the model of a recipe: build it, check it, write its folder.
+
+The folder is that of a transformers model, so that everything after it needs no special case: a config with
+the module's name and the hash of its code, the user's weights, and the processor of images. It is temporary;
+the first step copies it into the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smelt.core.errors import InputError
+from smelt.core.files import read_json_object, resolve_path, write_json
+from smelt.core.messages import Message, error_message
+from smelt.core.user_code import record_source
+from smelt.data.tasks import task_names
+from smelt.models.families.family import MODULE_PREFIX
+from smelt.models.weight_files import WEIGHTS_FILE, read_header
+from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
+from smelt.pipeline.recipe.model_and_data import ModuleModel
+from smelt.pipeline.recipe.validation_errors import Finding, error_findings
+from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MAX_LISTED = 5  # tensors that a message names
+
+
+@skip_if_invalid("model", "task")
+def read_user_module(context: CheckContext) -> Iterator[Finding]:
+    """Import and build the module, check it with its weights, and write the folder that becomes the model."""
+    recipe, model = context.recipe, context.recipe.module
+    if model is None:
+        return
+    findings: list[Finding] = []
+    if recipe.traits.samples != "images":
+        text = (
+            f"a PyTorch module is supported for {task_names(samples='images')}; the task is {recipe.task}."
+            " Export it to ONNX yourself, and use the .onnx file as model with task: custom."
+        )
+        findings = [(("task",), error_message("does-not-fit-task", text))]
+    else:
+        try:
+            folder = _write_folder(model, recipe.base)
+        except InputError as error:
+            path = ("model", error.setting) if error.setting else ("model",)
+            findings = [*error_findings(path, error)]
+        else:
+            context.recipe = recipe.model_copy(update={"model": str(folder)})
+    if findings:
+        context.invalid_paths.add("model")
+    yield from findings
+
+
+def _write_folder(model: ModuleModel, base: Path) -> Path:
+    """Return a new folder with the model, which is removed when the process ends.
+
+    Raises:
+        InputError: the code, the weights or the processor are invalid, or do not fit each other.
+    """
+    weights = _find_weights(model, base)
+    processor, (height, width) = _read_processor(model, base)
+    source_hash = _named("module", record_source, model.module, base)
+    network = _build(model.module, source_hash)
+    if errors := [*_shared_weight_errors(network), *_weight_errors(network, weights)]:
+        raise InputError(errors[0].message, code=errors[0].code, setting=errors[0].setting)
+    outputs, fixed = _run(network, height, width)
+    if model.labels is not None and len(model.labels) != outputs:
+        raise InputError(
+            f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for each"
+            " output, in order.",
+            code="labels-mismatch",
+            setting="labels",
+        )
+    labels = model.labels or [f"LABEL_{index}" for index in range(outputs)]
+    folder = Path(tempfile.mkdtemp(prefix="smelt-module-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = _config(model.module, source_hash, labels, network, fixed)
+    write_json(folder / "config.json", config | ({"image_size": height} if height == width else {}))
+    write_json(folder / PROCESSOR_FILE, processor)
+    (folder / WEIGHTS_FILE).symlink_to(weights.absolute())
+    return folder
+
+
+def _config(
+    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, fixed: list[str]
+) -> dict[str, Any]:
+    from torch import nn
+
+    from smelt.models.user_module import UserModuleForImageClassification
+
+    layers = [module for name, module in network.named_modules() if name not in fixed]
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    output_layer = [layer for layer in linears if layer.out_features == len(labels)][-1:]
+    names = {str(index): label for index, label in enumerate(labels)}
+    return {
+        "architectures": [UserModuleForImageClassification.__name__],
+        "model_type": UserModuleForImageClassification.config_class.model_type,
+        "module": function,
+        "source_hash": source_hash,
+        "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in fixed],
+        "linear_layers": len(linears) - len(output_layer),
+        "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
+        "id2label": names,
+        "label2id": {label: int(index) for index, label in names.items()},
+    }
+
+
+def _named(setting: str, function: Any, *arguments: Any) -> Any:
+    """Return `function(*arguments)`; an error is about `setting`."""
+    try:
+        return function(*arguments)
+    except InputError as error:
+        raise InputError(str(error), code=error.code, setting=setting) from error
+
+
+def _find_weights(model: ModuleModel, base: Path) -> Path:
+    path = resolve_path(base, model.weights)
+    if path.suffix != ".safetensors":
+        raise InputError(
+            f"{path.name} is not a .safetensors file; pickle files, which can run arbitrary code, are not"
+            " read. Convert it where you trust it:"
+            " safetensors.torch.save_file(module.state_dict(), 'model.safetensors').",
+            code="pickled-weights",
+            setting="weights",
+        )
+    if not path.is_file():
+        raise InputError(f"{path}: no such file.", code="missing-file", setting="weights")
+    return path
+
+
+def _read_processor(model: ModuleModel, base: Path) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return the processor of images, and the height and width of the module's input."""
+    if (model.processor is None) == (model.image_size is None):
+        text = "set either image_size, such as image_size: 224, or processor, a preprocessor_config.json."
+        code = "missing-setting" if model.processor is None else "settings-conflict"
+        raise InputError(text, code=code, setting="image_size")
+    if model.image_size is not None:
+        return default_processor_config(model.image_size), (model.image_size, model.image_size)
+    path = resolve_path(base, str(model.processor))
+    values = _named("processor", read_json_object, path)
+    shape = _named("processor", parse_processor, values, path).shape
+    if shape is None:
+        raise InputError(
+            f"{path}: the size of the images is not fixed. Set size with height and width, or do_center_crop.",
+            code="missing-image-size",
+            setting="processor",
+        )
+    return values, shape
+
+
+def _build(function: str, source_hash: str) -> nn.Module:
+    from smelt.models.user_module import build_module
+
+    network: nn.Module = _named("module", build_module, function, source_hash)
+    if MODULE_PREFIX in dict(network.named_children()):
+        raise InputError(
+            f"the module has a submodule '{MODULE_PREFIX}', a name that smelt uses. Rename it.",
+            code="reserved-name",
+            setting="module",
+        )
+    return network
+
+
+def _shared_weight_errors(network: nn.Module) -> Iterator[Message]:
+    names: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            text = f"'{first}' and '{name}' are one parameter. Modules with shared weights are not supported."
+            yield error_message("shared-weights", text, setting="module")
+
+
+def _weight_errors(network: nn.Module, weights: Path) -> Iterator[Message]:
+    """Yield errors if the tensors in the file `weights` are not those of the module."""
+    header: Mapping[str, Any] = _named("weights", read_header, weights)
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    expected = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    differences = {
+        "missing-tensor": (expected.keys() - shapes.keys(), "does not have these tensors of the module"),
+        "unknown-tensor": (shapes.keys() - expected.keys(), "has tensors that the module does not have"),
+    }
+    for code, (names, problem) in differences.items():
+        if names:
+            listed = ", ".join(sorted(names)[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+            text = f"{weights.name} {problem}: {listed}. Save the state_dict of the module that is built."
+            yield error_message(code, text, setting="weights")
+    for name in sorted(shapes.keys() & expected.keys()):
+        if shapes[name] != expected[name]:
+            text = f"{weights.name}: '{name}' is {shapes[name]}, but the module expects {expected[name]}."
+            yield error_message("shape-mismatch", text, setting="weights")
+
+
+def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
+    """Return the number of outputs, and the layers that cannot be replaced, of the module on two images.
+
+    Raises:
+        InputError: it fails, or does not return one row of scores for each image.
+    """
+    import torch
+
+    from smelt.models.user_module import find_fixed_layers
+
+    pixels = torch.zeros(2, 3, height, width)
+    try:
+        output, fixed = find_fixed_layers(network, pixels)
+    except Exception as error:  # whatever the user's code does
+        raise InputError(
+            f"the module fails on images [2, 3, {height}, {width}]: {type(error).__name__}: {error}",
+            code="module-failed",
+            setting="module",
+        ) from error
+    if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != 2 or not output.numel():
+        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise InputError(
+            f"the module returned {shape} for images [2, 3, {height}, {width}]. Return one tensor of logits,"
+            " [images, classes].",
+            code="wrong-output",
+            setting="module",
+        )
+    return output.shape[1], fixed

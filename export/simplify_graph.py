@@ -430,15 +430,15 @@ def _transpose(graph: QuantizedGraph, node: Any) -> list[Any]:
 
 
 def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:
-    """Return the DequantizeLinear of a matrix, with explicit zero points although all are 0.
+    """Return the DequantizeLinear of a matrix, with explicit zero points also where all are 0.
 
     On processors without VNNI ONNX Runtime 1.31 converts unfused int8 weights to uint8. Without zero points
     it adds a single one, and then rejects a single zero point with one scale per row.
     """
     from onnx import helper
 
-    result, axis = node.output[0], DEQUANTIZE_OPS[node.op_type]
-    zeros = f"{result}.zeros"
-    graph.add_constant(zeros, np.zeros(graph.shapes[node.input[1]], dtype=np.int8))
-    inputs = [*node.input, zeros]
+    result, axis, inputs = node.output[0], DEQUANTIZE_OPS[node.op_type], list(node.input)
+    if len(inputs) == 2:  # symmetric weights
+        inputs.append(f"{result}.zeros")
+        graph.add_constant(inputs[2], np.zeros(graph.shapes[inputs[1]], dtype=np.int8))
     return [helper.make_node("DequantizeLinear", inputs, [result], f"{result}.dequantize", axis=axis)]

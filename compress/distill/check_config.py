@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from smelt.compress.distill.settings import DistillSettings, StudentSettings, check_layer_map
+from smelt.compress.distill.teacher_labels import (
+    ModelLabels,
+    label_errors,
+    new_student_labels,
+    planned_labels,
+    several_teacher_errors,
+)
 from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
 from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.data.labels import REGRESSION, class_names, has_classifier, problem_type
+from smelt.data.labels import REGRESSION, has_classifier
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family
 from smelt.models.text_rules import position_limit
@@ -262,39 +269,6 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
     return errors
 
 
-def label_errors(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> list[Message]:
-    """Return the errors where a classifier's outputs cannot be compared with those of its only teacher.
-
-    Args:
-        student: its Hugging Face config, as a dict.
-        teacher: the teacher's.
-    """
-    labels, teacher_labels = class_names(student), class_names(teacher)
-    count = range(len(labels))
-    unnamed = [[f"LABEL_{i}" for i in count], [str(i) for i in count]]  # indices are no names
-    if labels != teacher_labels and not (labels in unnamed and teacher_labels in unnamed):
-        text = (
-            f"the teacher's labels are {first_labels(teacher_labels)}, but the student's are"
-            f" {first_labels(labels)}. Use a teacher with the same labels."
-        )
-        return [error_message("labels-mismatch", text, setting="teacher")]
-    problem, teacher_problem = problem_type(student), problem_type(teacher)
-    if problem != teacher_problem:
-        text = (
-            f"the teacher's problem type is {teacher_problem}, but the student's is {problem}. Use a teacher"
-            " with the same problem type."
-        )
-        return [error_message("problem-type-mismatch", text, setting="teacher")]
-    return []
-
-
-def first_labels(labels: Sequence[str]) -> str:
-    """Return the first labels as text, and the number of the others."""
-    return ", ".join(f"'{label}'" for label in labels[:6]) + (
-        f" and {len(labels) - 6} more" if len(labels) > 6 else ""
-    )
-
-
 def _planned_label_errors(
     settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> list[Message]:
@@ -370,6 +344,41 @@ def check_teacher(
                 )
             )
     return errors
+
+
+def check_several_teachers(
+    settings: DistillSettings, config: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]]
+) -> list[Message]:
+    """Return the errors, each with its setting, where outputs of several classifiers cannot be combined.
+
+    Args:
+        settings: of the step.
+        config: of the student; an external one has the labels of the step's input.
+        steps: the known configs of the steps that are teachers, by setting.
+    """
+    configs = [
+        steps.get(f"teacher.{index}", {}) if isinstance(teacher, str) else _read_config(Path(teacher.model))
+        for index, teacher in enumerate(settings.all_teachers())
+    ]
+    try:
+        labels = [planned_labels(teacher) for teacher in configs]
+        student_labels = planned_labels(config)
+        teachers = [teacher_labels for teacher_labels in labels if teacher_labels is not None]
+        if len(teachers) < max(2, len(labels)) or student_labels is None:
+            return []  # not known before the run
+        if settings.student is not None and settings.student.is_external:
+            student_labels = _external_labels(settings.student, teachers, student_labels)
+    except InputError as error:
+        return [error_message(error.code or DEFAULT_CODE, str(error), setting="teacher")]
+    return several_teacher_errors(teachers, student_labels, uses_labels=settings.uses_labels())
+
+
+def _external_labels(
+    student: StudentSettings, teachers: Sequence[ModelLabels], model: ModelLabels
+) -> ModelLabels:
+    """Return the labels of an external student: its own, or those that it is made with for `teachers`."""
+    own_config = read_student_config(student) if student.model else {}
+    return planned_labels(own_config) or new_student_labels(teachers, model)
 
 
 def cosine_width_error(student: int, teacher: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.compress.distill.ensembles import restricted_divergence
 from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
 from smelt.compress.distill.settings import DistillSettings
@@ -135,6 +136,7 @@ class DistillObjective:
     ) -> None:
         self._teacher, self._settings = teacher, settings
         self._inner, self._cached_teacher = inner, cached_teacher
+        self._label_groups: Sequence[Sequence[int]] | None = getattr(teacher, "label_groups", None)
         self._is_embedder, self._run_model = is_sentence_model(teacher), _teacher_call(teacher)
         weights, self._vector_weights = settings.losses, settings.losses.vector_weights()
         self._uses_teacher_outputs = bool(
@@ -152,7 +154,15 @@ class DistillObjective:
             terms |= vector_loss_terms(student_outputs, teacher_outputs, labels, self._vector_weights)
         elif weights.logits or weights.labels or weights.reverse_kl:
             components: dict[str, Tensor] = {}
-            loss = _output_loss(model, student_outputs, teacher_outputs, labels, self._settings, components)
+            loss = _output_loss(
+                model,
+                student_outputs,
+                teacher_outputs,
+                labels,
+                self._settings,
+                components,
+                self._label_groups,
+            )
             terms["outputs"] = LossTerm(loss, components=components)
         if self._inner is not None:
             terms |= self._inner.loss_terms(batch)
@@ -179,11 +189,27 @@ def _output_loss(
     labels: Tensor,
     settings: DistillSettings,
     terms: dict[str, Tensor],
+    label_groups: Sequence[Sequence[int]] | None,
 ) -> Tensor:
-    """Return the loss of the logits `logits` against the teacher's (all or the top k) and the labels."""
+    """Return the loss of the logits `logits` against the teacher's (all or the top k) and the labels.
+
+    label_groups: of teachers with different labels, as in `restricted_divergence`.
+    """
     weights = settings.losses
     reverse = weights.reverse_kl or 0.0
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
+    if label_groups is not None and targets is not None:
+        divergence = restricted_divergence(
+            logits, targets, label_groups, temperature=settings.temperature,
+            logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
+        )  # fmt: skip
+        if not weights.labels:
+            return divergence
+        smoothing = settings.label_smoothing if model.training else 0.0
+        config = getattr(model, "module", model).config
+        return divergence + classification_loss(
+            config, logits, labels, labels_weight=weights.labels, smoothing=smoothing, terms=terms
+        )
     loss: Tensor | None = None
     if buckets is None or weights.labels:
         loss = classification_loss(

@@ -515,6 +515,12 @@ class DistillSettings(TechniqueTrainingSettings):
         )
         return bool(uses_outputs) and not w.inner_weights()
 
+    def uses_labels(self) -> bool:
+        """Return whether a classifier also learns from the labels of its samples, in any of the trainings."""
+        default = 1.0 if self.train_on == "labeled" else 0.0
+        weights = [training.losses.labels for training in self.phase_settings()]
+        return any(default if weight is None else weight for weight in weights)
+
     def phase_settings(self) -> list[DistillSettings]:
         """Return the settings of each training, in order: one per phase, or those of the step."""
         if self.phases is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.compress.distill.augmentation import augment_training_samples, check_augmentation
 from smelt.compress.distill.check_config import (
     check_losses,
+    check_several_teachers,
     check_student,
     check_teacher,
     check_teacher_folders,
@@ -95,7 +96,7 @@ class Distill(Stage[DistillSettings]):
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
         " sequence_level: Kim & Rush 2016, arXiv:1606.07947"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     trains_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
 
@@ -156,9 +157,11 @@ class Distill(Stage[DistillSettings]):
     def check_teachers(
         cls, settings: DistillSettings, config: Mapping[str, Any], teachers: Mapping[str, Mapping[str, Any]]
     ) -> list[Message]:
-        """Return the errors, by setting, of losses that cannot compare these two configs."""
+        """Return the errors, by setting, of losses that cannot compare these configs."""
         teacher = teachers.get("teacher")
-        return check_teacher(settings, config, teacher) if teacher is not None else []
+        if teacher is not None:
+            return check_teacher(settings, config, teacher)
+        return check_several_teachers(settings, config, teachers)
 
     @classmethod
     def check_rows(cls, settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
@@ -265,13 +268,13 @@ class Distill(Stage[DistillSettings]):
             teachers = load_teachers(settings, src, workspace / "teachers", ctx)
             (workspace / "student").mkdir()
             model, edits, weights_folder = _make_student(
-                src, combine_teachers(teachers, None, settings), settings, workspace / "student", ctx
+                src, combine_teachers(teachers, None, settings, src), settings, workspace / "student", ctx
             )
             edits = split_before_training(model, edits, settings.qat, ctx)
             token_maps = align_vocabularies(teachers, model, weights_folder, ctx)
             for loaded in teachers:
                 check_outputs(model, loaded.model, settings, several=len(teachers) > 1)
-            teacher = combine_teachers(teachers, model, settings)
+            teacher = combine_teachers(teachers, model, settings, src)
             ctx.details["teacher"] = ", ".join(teacher.name for teacher in teachers)
             if settings.sequence_level is not None:
                 generator = settings.sequence_level.generator or teachers[0].name
@@ -282,7 +285,7 @@ class Distill(Stage[DistillSettings]):
                 ctx = augment_training_samples(settings.augmentation, ctx)
             cached_teacher = None
             if settings.cache_logits is not None:
-                identity = teacher_identity(teachers, token_maps, model, settings, ctx)
+                identity = teacher_identity(teachers, teacher, token_maps, model, settings, ctx)
                 cached_teacher = make_cached_teacher(teacher, identity, model, settings, ctx)
             with contextlib.closing(cached_teacher) if cached_teacher else contextlib.nullcontext():
                 _train_phases(

@@ -1,215 +1,30 @@
-"""Load the teachers (one step, several steps, or models in folders), and combine and map their outputs.
+"""Load the teachers (one step, several steps, or models in folders), and map their tokens to the student's.
 
-Several teachers become one: Hinton et al. 2015, arXiv:1503.02531, use the (arithmetic) mean of an ensemble's
-probabilities as soft targets. Probabilities at temperature T are averaged, label by label if labels differ;
-the result is logits whose softmax (or sigmoids) at T are that mean, so that every loss with one teacher also
-works with several. A teacher with more tokens than its student is mapped to the student's tokens.
-
-Shapes: C = labels of one teacher, U = labels of all teachers, V = vocabulary.
+A teacher with more tokens than its student is mapped to the student's tokens. Shapes: V = vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from smelt.compress.distill.check_config import first_labels, label_errors, require_same_tokens
+from smelt.compress.distill.check_config import require_same_tokens
+from smelt.compress.distill.ensembles import make_ensemble
 from smelt.compress.distill.settings import DistillSettings, TeacherSettings
+from smelt.compress.distill.teacher_labels import label_errors
 from smelt.compress.trim_vocabulary.select_tokens import map_to_teacher_tokens
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
-from smelt.core.files import json_hash, sha256_of
+from smelt.core.files import json_hash, read_json_object, sha256_of
 from smelt.core.messages import with_article
-from smelt.data.labels import MULTI_LABEL, REGRESSION, ProblemType
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import predicts_tokens
-from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model, read_sentence_rules
 from smelt.stage import Context
-from smelt.tasks.samples import model_problem_type
-
-
-class Ensemble(nn.Module):
-    """Runs several models of one task on the same inputs and combines their logits.
-
-    config: the first model's config, with the labels of all.
-    """
-
-    def __init__(self, models: Sequence[Any], join: Callable[[list[Tensor]], Tensor], config: Any) -> None:
-        super().__init__()
-        self.models: Any = nn.ModuleList(models)
-        self.join, self.config = join, config
-
-    def forward(self, **inputs: Any) -> Any:
-        """Return the combined `logits`."""
-        return SimpleNamespace(logits=self.join([head_output(model(**inputs)) for model in self.models]))
-
-    def can_generate(self) -> bool:
-        """Return whether the models generate text."""
-        generates: bool = self.models[0].can_generate()
-        return generates
-
-    def get_output_embeddings(self) -> Any:
-        """Return the output layer of the first model; None for one without tokens as outputs."""
-        return self.models[0].get_output_embeddings()
-
-
-def average_logits(logits: Sequence[Tensor], temperature: float) -> Tensor:
-    """Return float32 [..., V], whose softmax at T is the mean of the softmaxes of `logits` at T."""
-    log_probs = torch.stack([(z.float() / temperature).log_softmax(dim=-1) for z in logits])
-    return temperature * (log_probs.logsumexp(dim=0) - math.log(len(logits)))
-
-
-def combine_label_logits(
-    logits: Sequence[Tensor],
-    label_indices: Sequence[Sequence[int]],
-    num_labels: int,
-    problem_types: Sequence[ProblemType],
-    temperature: float,
-) -> Tensor:
-    """Return float32 [B, U], whose sigmoids at T are the probabilities of the labels.
-
-    The probability of a label is the mean over the teachers that have it.
-
-    Args:
-        logits: of each teacher, float [B, C].
-        label_indices: of each teacher's labels among all.
-        num_labels: U.
-        problem_types: of each teacher: softmax for single-label, sigmoid for multi-label classifiers.
-        temperature: T.
-    """
-    positives = logits[0].new_zeros(len(logits[0]), num_labels, dtype=torch.float64)
-    negatives, num_teachers = torch.zeros_like(positives), positives.new_zeros(num_labels)
-    for z, indices, problem_type in zip(logits, label_indices, problem_types, strict=True):
-        scaled = z.double() / temperature
-        if problem_type == MULTI_LABEL:
-            positive, negative = scaled.sigmoid(), (-scaled).sigmoid()
-        else:
-            positive = scaled.softmax(dim=-1)
-            negative = _sum_of_others(positive)
-        columns = torch.tensor(list(indices), device=z.device)
-        positives.index_add_(1, columns, positive)
-        negatives.index_add_(1, columns, negative)
-        num_teachers[columns] += 1
-    odds = (positives.log() - negatives.log()).clamp(
-        -_MAX_LOGIT, _MAX_LOGIT
-    )  # the number of teachers cancels
-    return (temperature * odds).float()
-
-
-_MAX_LOGIT = 80.0  # e^-80 is near the smallest float32 above 0
-
-
-def _sum_of_others(p: Tensor) -> Tensor:
-    """Return the sum of the other classes' probabilities for each class, [B, C], exact near 0."""
-    left = torch.cat([torch.zeros_like(p[:, :1]), p.cumsum(dim=1)[:, :-1]], dim=1)
-    right = torch.cat([p.flip(1).cumsum(dim=1).flip(1)[:, 1:], torch.zeros_like(p[:, :1])], dim=1)
-    return left + right
-
-
-def make_ensemble(models: Sequence[Any], names: Sequence[str], student: Any, temperature: float) -> Ensemble:
-    """Return `models` combined into one teacher of `student`.
-
-    Args:
-        models: in eval mode.
-        names: of each, for messages.
-        student: sets the order of labels; None if there is no student yet.
-        temperature: of the loss.
-
-    Raises:
-        InputError: their tasks differ, or their labels do not match each other or the student's.
-    """
-    config = models[0].config
-    if any(map(predicts_tokens, models)):
-        return Ensemble(models, lambda logits: average_logits(logits, temperature), config)
-    labels = [_label_names(model.config) for model in models]
-    kinds = [model_problem_type(model.config) for model in models]
-    union = list(dict.fromkeys(label for model_labels in labels for label in model_labels))
-    order = union if student is None else _ordered_labels(student, union, kinds, labels)
-    label_indices = [[order.index(label) for label in model_labels] for model_labels in labels]
-    if REGRESSION in kinds:
-        if set(kinds) != {REGRESSION}:
-            raise InputError(
-                f"distill: some of the teachers {', '.join(names)} are regression models and some are"
-                " classifiers. Use teachers of one kind.",
-                code="problem-type-mismatch",
-                setting="teacher",
-            )
-        return Ensemble(models, lambda logits: torch.stack([z.float() for z in logits]).mean(dim=0), config)
-    same_labels = all(set(model_labels) == set(union) for model_labels in labels) and len(set(kinds)) == 1
-    if same_labels and kinds[0] != MULTI_LABEL:
-        columns = [[model_labels.index(label) for label in order] for model_labels in labels]
-        return Ensemble(
-            models,
-            lambda logits: average_logits(
-                [z[:, c] for z, c in zip(logits, columns, strict=True)], temperature
-            ),
-            _config_with_labels(config, order, kinds[0]),
-        )
-    return Ensemble(
-        models,
-        lambda logits: combine_label_logits(logits, label_indices, len(order), kinds, temperature),
-        _config_with_labels(config, order, MULTI_LABEL),
-    )
-
-
-def _label_names(config: Any) -> list[str]:
-    return [str(config.id2label[i]) for i in range(len(config.id2label))]
-
-
-def _config_with_labels(config: Any, labels: Sequence[str], kind: ProblemType) -> Any:
-    """Return a copy of `config` with these labels."""
-    values: Mapping[str, Any] = config.to_dict() | {
-        "id2label": dict(enumerate(labels)),
-        "label2id": {label: i for i, label in enumerate(labels)},
-        "problem_type": kind,
-    }
-    return type(config).from_dict(values)
-
-
-def _ordered_labels(
-    student: Any, union: Sequence[str], kinds: Sequence[ProblemType], labels: Sequence[Sequence[str]]
-) -> list[str]:
-    """Return the labels in the student's order.
-
-    Raises:
-        InputError: the student lacks a label, has one without a teacher, or is not multi-label.
-    """
-    student_labels = _label_names(student.config)
-    missing = [label for label in union if label not in student_labels]
-    without_teacher = [label for label in student_labels if label not in union]
-    if missing or without_teacher:
-        reason = (
-            f"the student lacks {first_labels(missing)}"
-            if missing
-            else f"no teacher has {first_labels(without_teacher)}"
-        )
-        raise InputError(
-            f"distill: the teachers' labels are {first_labels(union)}, but the student's are"
-            f" {first_labels(student_labels)}: {reason}. With several teachers, the student must have all"
-            " their labels and no others. Start from an encoder without classifier and"
-            f" samples with all labels, or set student: {{config: FILE}}.",
-            code="labels-mismatch" if missing else "untaught-labels",
-            setting="teacher",
-        )
-    differ = any(set(teacher_labels) != set(union) for teacher_labels in labels) or len(set(kinds)) > 1
-    if differ and model_problem_type(student.config) != MULTI_LABEL:
-        raise InputError(
-            "distill: the teachers have different labels, so a sample can have several, but the student"
-            f" predicts only one ({model_problem_type(student.config)}). Use samples with lists of labels:"
-            f' ["{union[0]}", "{union[-1]}"].',
-            code="single-label-student",
-            setting="teacher",
-        )
-    return student_labels
-
 
 _TOKEN_ID_INPUTS = ("input_ids", "decoder_input_ids")
 
@@ -409,8 +224,16 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     return Teacher(str(folder), model.requires_grad_(False), space, None, identity)
 
 
-def combine_teachers(teachers: Sequence[Teacher], student: Any, settings: DistillSettings) -> Any:
-    """Return the only teacher, or all combined into one (`student`: None if there is none yet).
+def combine_teachers(
+    teachers: Sequence[Teacher], student: Any, settings: DistillSettings, src: Artifact
+) -> Any:
+    """Return the only teacher, or all combined into one.
+
+    Args:
+        teachers: of the step.
+        student: None if there is none yet.
+        settings: of the step, for its task.
+        src: the step's input.
 
     Raises:
         InputError: they cannot be combined.
@@ -418,7 +241,10 @@ def combine_teachers(teachers: Sequence[Teacher], student: Any, settings: Distil
     if len(teachers) == 1:
         return teachers[0].model
     names = [teacher.name for teacher in teachers]
-    return make_ensemble([teacher.model for teacher in teachers], names, student, settings.temperature)
+    return make_ensemble(
+        [teacher.model for teacher in teachers], names, student, settings.temperature,
+        uses_labels=settings.uses_labels(), source=read_json_object(src.path / "config.json"),
+    )  # fmt: skip
 
 
 def align_vocabularies(
@@ -441,12 +267,16 @@ def align_vocabularies(
 
 def teacher_identity(
     teachers: Sequence[Teacher],
+    combined: Any,
     token_maps: Sequence[Sequence[int] | None],
     student: Any,
     settings: DistillSettings,
     ctx: Context,
 ) -> dict[str, Any]:
-    """Return everything that the cached outputs of the teachers depend on, for the cache key."""
+    """Return everything that the cached outputs of the teachers depend on, for the cache key.
+
+    combined: the result of `combine_teachers`.
+    """
     keys = [teacher.key for teacher in teachers if teacher.key is not None]
     identity: dict[str, Any] = {
         # outputs of teachers in folders are removed together with the original model
@@ -457,6 +287,7 @@ def teacher_identity(
     if len(teachers) > 1:
         labels = getattr(student.config, "id2label", None)
         identity |= {"averaged_at": settings.temperature, "labels": labels and list(labels.values())}
+        identity["combination"] = combined.combination
     return identity
 
 

@@ -105,6 +105,8 @@ def _fit_grid(
     steps = (values / scales[..., None]).where(scales[..., None] != 0, 0.0) * mask
     if "zeros" in grid:
         shift = zero_point_shift(target, steps, scales, mask)
+        if scheme.is_per_tensor(options):
+            shift = shift.mean().expand_as(shift)
         zeros = (grid["zeros"].float() + shift).round().clamp(0, _max_code(scheme, grid, options))
         steps = steps + (grid["zeros"].float() - zeros)[..., None] * mask
         new_grid["zeros"] = zeros.to(grid["zeros"].dtype)

@@ -40,7 +40,7 @@ from smelt.models.edits import Edit, replace_module
 from smelt.models.families.registry import family_of
 from smelt.models.layers import conv_end_names
 from smelt.quantization.layers import QuantizedActivation
-from smelt.quantization.schemes.int8 import activation_qparams
+from smelt.quantization.schemes.int8_static import activation_qparams
 from smelt.quantization.schemes.registry import SCHEMES
 
 BINS = 2048

@@ -229,11 +229,19 @@ def convolution_setting_errors(
         "smoothquant_alpha": settings.smoothquant_alpha is not None,
         "low_rank_correction": settings.correction is not None,
     }
-    return [
+    errors = [
         error_message("does-not-fit-model", linear_only_text, setting=name)
         for name, is_set in linear_settings.items()
         if is_set
     ]
+    options = settings.scheme_options(settings.scheme)
+    if options.get("symmetric") is False and options.get("granularity") != "tensor":
+        text = (
+            "releases of ONNX Runtime take only one zero point for all kernels of a convolution (QLinearConv,"
+            " ConvInteger). Set granularity: tensor, or symmetric: true."
+        )
+        errors.append(error_message("channel-zero-points", text, setting="symmetric"))
+    return errors
 
 
 def _scheme_help(scheme: Scheme) -> str:

@@ -117,7 +117,8 @@ class StepSizes(nn.Module):
         low, high = self._ends(grid)
         self.span = float(torch.as_tensor(high - low).max())
         self.largest = self.span if "zeros" in grid else float(torch.as_tensor(high).max())  # Q_P
-        self.offset = nn.Parameter(grid["zeros"].float() / self.span) if "zeros" in grid else None
+        zeros = grid["zeros"][: len(self.log)] if "zeros" in grid else None
+        self.offset = None if zeros is None else nn.Parameter(zeros.float() / self.span)
         self.range: ActivationStepSize | None = None
 
     @property
@@ -178,7 +179,7 @@ class StepSizes(nn.Module):
         scales = straight_through(scales, scales.to(self._kind).float())
         if self.offset is None:
             return scales, None
-        zeros = taken(self.offset) * self.span
+        zeros = (self.offset.expand_as(scales) if self.whole else taken(self.offset)) * self.span
         return scales, straight_through(zeros, zeros.round().clamp(0, self.span))
 
     def _ends(self, grid: QuantParams) -> tuple[Any, Any]:

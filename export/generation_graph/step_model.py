@@ -43,7 +43,7 @@ _VOCABULARY_AXES: dict[str, dict[int, int]] = {
     "MatMul": {1: 1},
     "MatMulNBits": {1: 0, 2: 0, 3: 0, 5: 0},
     "DynamicQuantizeMatMul": {1: 1, 2: 0, 3: 0, 4: 0},
-    "MatMulIntegerToFloat": {1: 1, 3: 0, 6: 0},
+    "MatMulIntegerToFloat": {1: 1, 3: 0, 5: 0, 6: 0},
 }
 _PREFIX = "head."
 _TINY = 1e-30

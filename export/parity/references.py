@@ -455,15 +455,18 @@ def _is_blockwise(node: Any) -> bool:
 
 
 def _dequantize_nodes(node: Any) -> list[Any]:
-    """Return the DequantizeLinear of a matrix with a scale per column, zero points all 0, as Cast and Mul."""
+    """Return the DequantizeLinear of a matrix, a scale and zero point per column, as Cast, Sub and Mul."""
     from onnx import helper
 
-    codes, scales = node.input[:2]
-    float_name = f"{node.output[0]}.float"  # nodes may have no name
-    return [
-        helper.make_node("Cast", [codes], [float_name], to=TensorProto.FLOAT),
-        helper.make_node("Mul", [float_name, scales], node.output, node.name),
-    ]
+    codes, scales, *zeros = node.input
+    prefix = node.output[0]  # nodes may have no name
+    values = f"{prefix}.float"
+    nodes = [helper.make_node("Cast", [codes], [values], to=TensorProto.FLOAT)]
+    if zeros:
+        nodes.append(helper.make_node("Cast", zeros, [f"{prefix}.zero"], to=TensorProto.FLOAT))
+        nodes.append(helper.make_node("Sub", [values, f"{prefix}.zero"], [f"{prefix}.steps"]))
+        values = f"{prefix}.steps"
+    return [*nodes, helper.make_node("Mul", [values, scales], node.output, node.name)]
 
 
 def _cache_node(node: Any) -> Any:

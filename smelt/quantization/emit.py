@@ -50,26 +50,39 @@ def exporting_to(target: GraphTarget) -> Iterator[None]:
         _export_target.reset(token)
 
 
-def dynamic_quantize_matmul(x: Tensor, columns: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+class WeightGrid(NamedTuple):
+    """Constant int8 weights of a matrix, and their scales and zero points.
+
+    codes: int8 [K, N], or [N, K] of rows. scales: float32 [N], or [] for all: kernels are faster then where
+    rows are few. zeros: int8 [N], or [] for all; None where they are 0.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+def dynamic_quantize_matmul(x: Tensor, weights: WeightGrid, bias: Tensor | None) -> Tensor:
     """Emit com.microsoft::DynamicQuantizeMatMul.
 
     It quantizes `x` as DynamicQuantizeLinear does, multiplies integers, scales back and adds the bias.
 
     Args:
         x: float32 [..., K].
-        columns: int8 [K, N], a constant; its zero point is 0.
-        scales: float32 [N], or [] for all: its kernels are faster then where rows are few.
+        weights: of columns.
         bias: float32 [N] or None.
 
     Returns:
         float32 [..., N].
     """
-    inputs: list[Tensor | None] = [x, columns, scales, None, bias]
+    inputs: list[Tensor | None] = [x, *weights, bias]
+    while inputs[-1] is None:
+        inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::DynamicQuantizeMatMul",
-        inputs if bias is not None else inputs[:3],
+        inputs,
         dtype=torch.float32,
-        shape=(*x.shape[:-1], columns.shape[1]),
+        shape=(*x.shape[:-1], weights.codes.shape[1]),
         version=1,
     )
     return out
@@ -381,7 +394,7 @@ class ActivationGrid(NamedTuple):
 
 
 def integer_linear(
-    x: Tensor, activations: ActivationGrid, columns: Tensor, scales: Tensor, bias: Tensor | None
+    x: Tensor, activations: ActivationGrid, weights: WeightGrid, bias: Tensor | None
 ) -> Tensor:
     """Emit QuantizeLinear to uint8 and com.microsoft::MatMulIntegerToFloat.
 
@@ -390,34 +403,33 @@ def integer_linear(
     Args:
         x: float32 [..., K].
         activations: uint8.
-        columns: int8 [K, N], a constant; its zero point is 0.
-        scales: float32 [N], or [] for all: its kernels are faster then where rows are few.
+        weights: of columns.
         bias: float32 [N] or None.
 
     Returns:
         float32 [..., N].
     """
-    scale, zero = activations
-    inputs = [_quantize(x, activations), columns, scale, scales, zero, None, bias]
+    (scale, zero), (codes, scales, zeros) = activations, weights
+    inputs = [_quantize(x, activations), codes, scale, scales, zero, zeros, bias]
+    while inputs[-1] is None:
+        inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulIntegerToFloat",
-        inputs if bias is not None else inputs[:5],
+        inputs,
         dtype=torch.float32,
-        shape=(*x.shape[:-1], columns.shape[1]),
+        shape=(*x.shape[:-1], codes.shape[1]),
         version=1,
     )
     return out
 
 
-def qdq_linear(
-    x: Tensor, activations: ActivationGrid, columns: Tensor, scales: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8; the weights' zero point is 0.
+def qdq_linear(x: Tensor, activations: ActivationGrid, weights: WeightGrid, bias: Tensor | None) -> Tensor:
+    """Emit MatMul between QuantizeLinear and DequantizeLinear, all int8.
 
     A bias is added after it and stays float: TensorRT does not quantize it.
     """
-    weights = _dequantize_placeholder("DequantizedColumns", columns, scales)
-    out = torch.matmul(quantize_dequantize(x, activations), weights)
+    columns = _dequantize_placeholder("DequantizedColumns", weights)
+    out = torch.matmul(quantize_dequantize(x, activations), columns)
     return out if bias is None else out + bias
 
 
@@ -436,9 +448,9 @@ def quantize_dequantize(x: Tensor, activations: ActivationGrid) -> Tensor:
     return out
 
 
-def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """Emit the dequantized values of the constants int8 [N, K] and float32 [N], float32 [N, K]."""
-    return _dequantize_placeholder("DequantizedRows", codes, scales)
+def dequantize_rows(weights: WeightGrid) -> Tensor:
+    """Emit the dequantized values of constant rows [N, K], or of kernels [N, ...]: float32."""
+    return _dequantize_placeholder("DequantizedRows", weights)
 
 
 def _quantize(x: Tensor, activations: ActivationGrid) -> Tensor:
@@ -448,11 +460,12 @@ def _quantize(x: Tensor, activations: ActivationGrid) -> Tensor:
     return out
 
 
-def _dequantize_placeholder(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+def _dequantize_placeholder(name: str, weights: WeightGrid) -> Tensor:
     """Emit a placeholder that becomes a DequantizeLinear: optimizers would store the floats."""
+    codes, scales, zeros = weights
     out: Tensor = torch.onnx.ops.symbolic(
         f"{LOAD_TIME_DOMAIN}::{name}",
-        [codes, scales],
+        [codes, scales] if zeros is None else [codes, scales, zeros],
         dtype=torch.float32,
         shape=tuple(codes.shape),
         version=1,

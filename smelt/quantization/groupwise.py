@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_SIZE = SchemeOption("group_size", 64, (16, 32, 64, 128), "inputs that share a scale or a codebook")
+SYMMETRIC = SchemeOption(
+    "symmetric",
+    True,
+    (True, False),
+    "false: with zero points; positive: no negative scales, for TensorRT",
+)
 ACCURACY_LEVEL = SchemeOption(
     "accuracy_level",
     4,

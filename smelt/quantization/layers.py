@@ -7,7 +7,7 @@ layer are computed in compress/quantize.
 A convolution quantizes its input to 8 bits, and multiplies it with its quantized kernel. The branches of a
 residual block are quantized before the sum, and the input of a max pool before the pool: so ONNX Runtime
 keeps 8-bit values from one convolution to the next. Scale and zero point are those of int8-static
-(`smelt/quantization/schemes/int8.py`); inputs that are never negative use all codes.
+(`smelt/quantization/schemes/int8_static.py`); inputs that are never negative use all codes.
 
     x_q = clamp(round(x / scale) + zero point, -128, 127)
 
@@ -39,7 +39,8 @@ from smelt.quantization.scheme import (
     SchemeOptions,
     UnpackedWeights,
 )
-from smelt.quantization.schemes.int8 import (
+from smelt.quantization.schemes.int8 import ZEROS
+from smelt.quantization.schemes.int8_static import (
     INPUT_SCALE,
     activation_qparams,
     input_zero_point,
@@ -269,10 +270,15 @@ class QuantizedConv2d(nn.Module):
         if target is not None:
             if target in CONV_UNSUPPORTED_TARGETS:
                 raise InputError(f"onnx: {CONV_UNSUPPORTED_TARGETS[target]}.", code="unsupported-target")
-            kernel = emit.dequantize_rows(matrix.tensor("kernel"), matrix.tensor("scales"))
+            zeros = matrix.tensor(ZEROS) if matrix.has(ZEROS) else None
+            weights = emit.WeightGrid(matrix.tensor("kernel"), matrix.tensor("scales"), zeros)
+            kernel = emit.dequantize_rows(weights)
             activations = emit.ActivationGrid(scale, matrix.tensor("zero_point"))
             return F.conv2d(emit.quantize_dequantize(x, activations), kernel, self.bias, **self.how)
-        sums = self.convolve(quantize_activations(matrix, x), matrix.tensor("codes").float(), None)
+        steps = matrix.tensor("codes").float()
+        if matrix.has(ZEROS):
+            steps = steps - matrix.tensor(ZEROS).float()[:, None]
+        sums = self.convolve(quantize_activations(matrix, x), steps, None)
         out = sums * (matrix.tensor("scales") * scale)[:, None, None]
         return out if self.bias is None else out + self.bias[:, None, None]
 

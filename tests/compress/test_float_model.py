@@ -19,7 +19,13 @@ MANIFEST = Manifest(**FACTS, seed=0, parent=None, versions={})
 
 
 def test_quantized_model_is_rejected(tmp_path):
-    edit = {"op": "quantize", "module": "classifier", "scheme": "int8-dynamic", "granularity": "channel"}
+    edit = {
+        "op": "quantize",
+        "module": "classifier",
+        "scheme": "int8-dynamic",
+        "granularity": "channel",
+        "symmetric": True,
+    }
     (tmp_path / "structure.json").write_text(json.dumps({"schema": 1, "edits": [edit]}))
     with raises_code("behind-quantize", InputError):
         load_float_model(Artifact(tmp_path, MANIFEST), "prune")

@@ -84,7 +84,15 @@ def quantized(marian, tmp_path_factory):
     ]
     for name in names:
         replace_module(model, name, quantize_module(model.get_submodule(name), "int8-dynamic"))
-        edits.append({"op": "quantize", "module": name, "scheme": "int8-dynamic", "granularity": "channel"})
+        edits.append(
+            {
+                "op": "quantize",
+                "module": name,
+                "scheme": "int8-dynamic",
+                "granularity": "channel",
+                "symmetric": True,
+            }
+        )
     for name, other in (
         ("model.encoder.embed_tokens", "model.shared"),
         ("model.decoder.embed_tokens", "model.shared"),

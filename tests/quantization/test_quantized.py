@@ -20,7 +20,7 @@ def test_edits_create_layers_on_the_meta_device_and_share_weights():
         model = nn.ModuleDict(
             {"words": nn.Embedding(10, 8, padding_idx=0), "head": nn.Linear(8, 10, bias=False)}
         )
-    coding = {"op": "quantize", "scheme": "int8-dynamic", "granularity": "channel"}
+    coding = {"op": "quantize", "scheme": "int8-dynamic", "granularity": "channel", "symmetric": True}
     edits = [{**coding, "module": n} for n in ("words", "head")]
     apply_edits(model, [*edits, {"op": "share", "module": "head.matrix", "with": "words.matrix"}])
     assert isinstance(model["words"], QuantizedEmbedding)

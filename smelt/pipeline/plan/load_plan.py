@@ -68,6 +68,7 @@ from smelt.pipeline.plan.untrained_checks import (
     check_new_classifier,
     check_untrained,
     config_file,
+    planned_classifier,
     read_untrained_config,
     resolve_classifier,
 )
@@ -204,6 +205,7 @@ def check_model_configs(context: CheckContext) -> Iterator[Finding]:
             yield context.setting_path(name), message
         if quantization is not None and no_blocks_reason(config) is not None:
             config = {**config, QUANTIZED_CONVOLUTIONS_KEY: True}
+    config = planned_classifier(context, config)
     configs: dict[str, Mapping[str, Any]] = {MODEL_STEP: config}
     for step in context.steps:
         parent_config = configs.get(step.parent)

@@ -271,6 +271,31 @@ def _problem_type(recipe: ParsedRecipe, config: Mapping[str, Any], data: Mapping
     return resolve_problem_type(config, data, recipe.task) if _has_problem_types(recipe) else SINGLE_LABEL
 
 
+def planned_classifier(context: CheckContext, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `config` with the classifier that the run gives the model: its labels and problem type.
+
+    An encoder without a classifier gets one for the labels of the data. If not all splits were read, these
+    are unknown and `config` is returned.
+    """
+    recipe, problem = context.recipe, context.problem_type
+    if not recipe.traits.classifies or problem is None:
+        return config
+    if has_classifier(config, recipe.task):
+        return {**config, "problem_type": problem} if _has_problem_types(recipe) else config
+    splits = _label_splits(recipe, context.splits)
+    try:
+        names = task_spec(recipe.task).head_names(new_class_names(splits, problem))
+    except InputError:  # reported by `resolve_classifier`
+        return config
+    return {
+        **config,
+        "architectures": [recipe.traits.auto_class],
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+        "problem_type": problem,
+    }
+
+
 def _label_splits(recipe: ParsedRecipe, splits: Mapping[str, Split]) -> dict[str, Split]:
     """Return `splits` with an example for each label."""
     spec = task_spec(recipe.task)

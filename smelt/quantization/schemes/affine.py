@@ -145,12 +145,7 @@ def nbits_variant_node(matrix: PackedMatrix, variant: int, x: str, y: str) -> tu
 
 
 POSITIVE_SCALES = "positive"
-SYMMETRIC = SchemeOption(
-    "symmetric",
-    True,
-    (True, False),
-    "false: with zero points; positive: no negative scales, for TensorRT",
-)
+SYMMETRIC = parts.SYMMETRIC
 
 # the parts of a code that are packed separately: the tensor's name, the number of bits, the lowest bit
 _PLANES = {

@@ -1,15 +1,25 @@
-"""The schemes int8-dynamic and int8-static: int8 weights per output channel or tensor, 8-bit activations.
+"""int8 weights per output channel or tensor, and the scheme int8-dynamic; int8-static is in `int8_static.py`.
 
-Weights: symmetric, scale = amax / 127 of a row, or of the whole matrix; value = code * scale. Integer
+Symmetric weights: scale = amax / 127 of a row, or of the whole matrix; value = code * scale. Integer
 products are summed in int32, then y = (scale of activations * weight scale) * sum + bias.
 
-A single scale of a matrix is also stored once per row, so that concatenated matrices (queries, keys and
-values) can keep theirs. It is exported to ONNX Runtime as one number where all are equal.
+Asymmetric weights use all 256 codes for the range of a row or matrix, extended to 0, as
+onnxruntime.quantization computes it (`quant_utils.py: compute_scale_zp`, in float64):
 
-The same weights can be exported to MatMulNBits. 128 is added to the codes, because the operator needs
-unsigned ones, and the scale of a row is repeated for each of its blocks: the weights stay the same numbers,
-bit for bit. Activations become int8 block by block (`smelt.quantization.groupwise`), not by one range for the
-tensor of the whole batch.
+    scale = (max(0, max w) - min(0, min w)) / 255
+    zero  = clamp(round(-128 - min(0, min w) / scale), -128, 127)
+    code  = clamp(round(w / scale) + zero, -128, 127);  value = (code - zero) * scale
+
+They are int8 in files and graphs. While they are computed, codes and zero points are 128 more, from 0 to 255,
+as those of `affine.py`, so that every method works on them.
+
+A single scale or zero point of a matrix is also stored once per row, so that concatenated matrices (queries,
+keys and values) can keep theirs. It is exported to ONNX Runtime as one number where all are equal.
+
+The same weights can be exported to MatMulNBits. 128 is added to codes and zero points, because the operator
+needs unsigned ones, and those of a row are repeated for each of its blocks: the weights stay the same
+numbers, bit for bit. Activations become int8 block by block (`smelt.quantization.groupwise`), not by one
+range for the tensor of the whole batch.
 
 Activations of int8-dynamic are uint8, quantized at run time as ONNX's DynamicQuantizeLinear (opset 11)
 defines it: asymmetric, one scale and zero point for the tensor of a whole batch:
@@ -20,21 +30,6 @@ defines it: asymmetric, one scale and zero point for the tensor of a whole batch
 
 A layer may be exported to the other form, if that was measured to be faster.
 
-Activations of int8-static are int8 with a range that is calibrated on samples (`smelt/calibration`): one
-scale and zero point for all inputs of a layer, stored with it, as onnxruntime.quantization computes them
-(`quant_utils.py: compute_scale_zp`), rounded half to even as in the ONNX operator QuantizeLinear:
-
-    scale = (max(0, high) - min(0, low)) / 255
-    zero  = clamp(round(-128 - min(0, low) / scale), -128, 127)
-    x_q   = clamp(round(x / scale) + zero, -128, 127)
-
-A symmetric range has zero = 0 and scale = max(-low, high) / 127. Integer products are summed in int32, then
-y = (scale * weight scale) * (sum - zero * sum of the row's weights) + bias. So a row of the output depends
-only on its input row.
-
-In ONNX Runtime the same computation is fast in one form only: codes with 128 added (uint8) in
-MatMulIntegerToFloat. All other runtimes read QuantizeLinear and DequantizeLinear around a plain MatMul.
-
 Convolutions (`smelt/quantization/layers.py`) are matrices with a row per output channel.
 
 Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = ceil(K / g).
@@ -43,6 +38,7 @@ Shapes: N = outputs (rows), K = inputs (columns), g = inputs of a block, G = cei
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,7 +47,6 @@ import numpy as np
 from smelt.quantization import groupwise
 from smelt.quantization.scheme import (
     MatrixUse,
-    OptionValue,
     PackedMatrix,
     QuantParams,
     Scheme,
@@ -66,7 +61,7 @@ if TYPE_CHECKING:
 
 
 BLOCK_VARIANT = "MatMulNBits"
-_ZERO_POINT = 128
+_OFFSET = 128  # from int8 to uint8
 # the largest is the fastest: docs/measurements/int8-groupwise.md
 _SIZES = (128, 64, 32)
 # the operator's accuracy level that multiplies int8 blocks
@@ -79,13 +74,18 @@ def block_size(width: int) -> int:
 
 
 def block_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
-    """Return `blocks`, uint8 [N, G, g], and `block_scales`, float32 [N, G]; for lookups scales as [N, 1]."""
+    """Return `blocks`, uint8 [N, G, g], `block_scales`, float32 [N, G], and `block_zeros`, uint8 [N, G].
+
+    Symmetric matrices have no zero points. For lookups scales and zero points are [N, 1].
+    """
     q_weight, size = matrix.tensor("codes").detach(), block_size(matrix.width)
-    blocks = groupwise.split_into_groups(q_weight.short(), size).add(_ZERO_POINT).byte()
-    scales = matrix.tensor("scales").detach()[:, None]
+    blocks = groupwise.split_into_groups(q_weight.short(), size).add(_OFFSET).byte()
+    per_row = {"scales": matrix.tensor("scales").detach()[:, None]}
+    if matrix.has(ZEROS):
+        per_row[ZEROS] = _to_unsigned(matrix.tensor(ZEROS).detach())[:, None]
     if use == "lookup":
-        return {"blocks": blocks, "lookup": scales.clone()}
-    return {"blocks": blocks, "block_scales": scales.repeat(1, blocks.shape[1])}
+        return {"blocks": blocks} | {_LOOKUP_NAMES[name]: t.clone() for name, t in per_row.items()}
+    return {"blocks": blocks} | {f"block_{name}": t.repeat(1, blocks.shape[1]) for name, t in per_row.items()}
 
 
 def block_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,13 +101,17 @@ def emit_block_linear(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> T
 
     blocks = matrix.tensor("blocks")
     layout = emit.NBitsLayout(matrix.width, blocks.shape[0], 8, blocks.shape[2])
-    return emit.matmul_nbits(x, blocks, matrix.tensor("block_scales"), None, bias, layout, _ACCURACY_LEVEL)
+    zeros = matrix.tensor("block_zeros") if matrix.has("block_zeros") else None
+    return emit.matmul_nbits(x, blocks, matrix.tensor("block_scales"), zeros, bias, layout, _ACCURACY_LEVEL)
 
 
 def emit_block_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
     """Emit a lookup in the blocks: output layer and embedding share a constant; zero rows stay zero."""
     flat = ids.flatten()
-    values = matrix.tensor("blocks").index_select(0, flat).float() - float(_ZERO_POINT)
+    zeros: Tensor | float = float(_OFFSET)
+    if matrix.has("lookup_zeros"):
+        zeros = matrix.tensor("lookup_zeros").index_select(0, flat).float()[..., None]
+    values = matrix.tensor("blocks").index_select(0, flat).float() - zeros
     scaled = values.flatten(1)[:, : matrix.width] * matrix.tensor("lookup").index_select(0, flat)
     return scaled.reshape(*ids.shape, matrix.width)
 
@@ -115,12 +119,16 @@ def emit_block_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
 GRANULARITY_DESCRIPTION = "the weights that share a scale"
 _TENSOR = "tensor"
 GRANULARITY = SchemeOption("granularity", "channel", ("channel", _TENSOR), GRANULARITY_DESCRIPTION)
+SYMMETRIC = replace(groupwise.SYMMETRIC, allowed=(True, False))
+# the zero points of asymmetric weights among the stored tensors, and in a graph, one for all
+ZEROS, SHARED_ZERO = "zeros", "zero"
 # the name in a graph of the scale of a whole matrix
 SHARED_SCALE = "scale"
+_LOOKUP_NAMES = {"scales": "lookup", ZEROS: "lookup_zeros"}
 
 
 class Int8PerChannel(Scheme):
-    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them."""
+    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them; zeros: int8 [N] or none."""
 
     def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return K: a row has one scale."""
@@ -130,54 +138,105 @@ class Int8PerChannel(Scheme):
         """Return whether the granularity is the tensor."""
         return options.get(GRANULARITY.name) == _TENSOR  # bnb-int8 has no such option
 
+    def is_symmetric(self, options: SchemeOptions) -> bool:
+        """Return whether the weights have no zero points."""
+        return bool(options.get(SYMMETRIC.name, True))
+
     def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
-        """Return scales that map the largest magnitude of a row, or of all, to 127; 1 for zeros."""
+        """Return scales of the range of a row, or of all, and zero points unless symmetric; 1 for zeros."""
+        if not self.is_symmetric(options):
+            return self._asymmetric_qparams(groups, options)
         amax = groups.abs().amax(dim=-1)
         amax = amax.max().expand_as(amax) if self.is_per_tensor(options) else amax
         return {"scales": (amax / 127).where(amax > 0, 1.0)}
 
+    def _asymmetric_qparams(self, groups: Tensor, options: SchemeOptions) -> QuantParams:
+        low = groups.amin(dim=-1).clamp_(max=0).double()
+        high = groups.amax(dim=-1).clamp_(min=0).double()
+        if self.is_per_tensor(options):
+            low, high = low.min().expand_as(low), high.max().expand_as(high)
+        scales = (high - low) / 255
+        is_valid = scales >= float(np.finfo(np.float32).tiny)  # else only zeros, or float32 underflow
+        zeros = (-low / scales).where(is_valid, float(_OFFSET)).round_().clamp_(0, 255)
+        return {"scales": scales.where(is_valid, 1.0).float(), ZEROS: zeros.byte()}
+
     def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
-        """Return codes from -127 to 127, int8."""
-        return (groups / grid["scales"][..., None]).round_().clamp_(-127, 127).char()
+        """Return codes from -127 to 127, int8; asymmetric: from 0 to 255, uint8."""
+        steps = (groups / grid["scales"][..., None]).round_()
+        if ZEROS in grid:
+            return steps.add_(grid[ZEROS][..., None]).clamp_(0, 255).byte()
+        return steps.clamp_(-127, 127).char()
 
     def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
-        """Return code * scale."""
-        return codes.float() * grid["scales"][..., None]
+        """Return code * scale, or (code - zero) * scale."""
+        values = codes.float()
+        values = values - grid[ZEROS].float()[..., None] if ZEROS in grid else values
+        return values * grid["scales"][..., None]
 
     def code_range(
         self, grid: QuantParams, options: SchemeOptions
     ) -> tuple[Tensor | float, Tensor | float] | None:
-        """Return -127 and 127."""
-        return -127.0, 127.0
+        """Return -127 and 127, or 0 and 255 minus the zero points."""
+        if ZEROS not in grid:
+            return -127.0, 127.0
+        zeros = grid[ZEROS].float()[..., None]
+        return 0.0 - zeros, 255.0 - zeros
 
     def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
-        """Return the specs of a byte per weight and a scale per row."""
-        return {"codes": StoredTensor((rows, width), "int8"), "scales": StoredTensor((rows,), "float32")}
+        """Return the specs of a byte per weight, a scale per row, and a zero point unless symmetric."""
+        specs = {"codes": StoredTensor((rows, width), "int8"), "scales": StoredTensor((rows,), "float32")}
+        return specs if self.is_symmetric(options) else specs | {ZEROS: StoredTensor((rows,), "int8")}
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
-        """Return codes and scales without the axis of the groups."""
-        return {"codes": decided.q_weight.flatten(1), "scales": decided.qparams["scales"][:, 0]}
+        """Return codes, scales and zero points without the axis of the groups."""
+        codes, grid = decided.q_weight.flatten(1), decided.qparams
+        tensors = {"codes": codes, "scales": grid["scales"][:, 0]}
+        if ZEROS not in grid:
+            return tensors
+        return tensors | {"codes": _to_signed(codes), ZEROS: _to_signed(grid[ZEROS][:, 0])}
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
-        """Return the row as one group."""
-        return UnpackedWeights(matrix.tensor("codes")[:, None], {"scales": matrix.tensor("scales")[:, None]})
+        """Return the row as one group; asymmetric codes and zero points as uint8."""
+        codes, grid = matrix.tensor("codes")[:, None], {"scales": matrix.tensor("scales")[:, None]}
+        if not matrix.has(ZEROS):
+            return UnpackedWeights(codes, grid)
+        return UnpackedWeights(
+            _to_unsigned(codes), grid | {ZEROS: _to_unsigned(matrix.tensor(ZEROS)[:, None])}
+        )
 
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
-        """Look up quantized rows and their scales; a row of zeros stays zero."""
+        """Look up quantized rows, their scales and zero points; a row of zeros stays zero."""
         return lookup_dequantized(matrix, ids, matrix.tensor("codes"))
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the codes as [K, N], as ONNX matrix multiplications need them; for lookups scales as [N, 1].
 
-        So the scales of a lookup have a name of their own in the graph. A scale common to all rows is a
-        scalar.
+        So the scales of a lookup have a name of their own in the graph, as have its zero points. A scale or
+        zero point common to all rows is a scalar.
         """
-        scales = matrix.tensor("scales").detach()
-        same_scales = self.is_per_tensor(matrix.options) and bool(scales.eq(scales[0]).all())
+        per_row = {"scales": matrix.tensor("scales").detach()}
+        if matrix.has(ZEROS):
+            per_row[ZEROS] = matrix.tensor(ZEROS).detach()
+        is_per_tensor = self.is_per_tensor(matrix.options)
+        shared = {name: is_per_tensor and bool(t.eq(t[0]).all()) for name, t in per_row.items()}
         if use == "lookup":
-            return {"lookup": scales[0].clone() if same_scales else scales[:, None].clone()}
+            return {
+                _LOOKUP_NAMES[name]: tensor[0].clone() if shared[name] else tensor[:, None].clone()
+                for name, tensor in per_row.items()
+            }
         constants = {"columns": matrix.tensor("codes").detach().t().contiguous()}
-        return constants | {SHARED_SCALE: scales[0].clone()} if same_scales else constants
+        names = {"scales": SHARED_SCALE, ZEROS: SHARED_ZERO}
+        return constants | {names[n]: tensor[0].clone() for n, tensor in per_row.items() if shared[n]}
+
+
+def _to_signed(values: Tensor) -> Tensor:
+    """Return uint8 `values` less 128, int8."""
+    return (values.short() - _OFFSET).char()
+
+
+def _to_unsigned(values: Tensor) -> Tensor:
+    """Return int8 `values` plus 128, uint8."""
+    return (values.short() + _OFFSET).byte()
 
 
 def transposed_weight(matrix: PackedMatrix) -> Tensor:
@@ -200,12 +259,28 @@ def output_scales(matrix: PackedMatrix) -> Tensor:
     return matrix.tensor(SHARED_SCALE if matrix.has(SHARED_SCALE) else "scales")
 
 
+def output_zeros(matrix: PackedMatrix) -> Tensor | None:
+    """Return the weights' zero points in a graph for ONNX Runtime's CPU: int8 [N], or one for all, [].
+
+    None if symmetric.
+    """
+    if not matrix.has(ZEROS):
+        return None
+    return matrix.tensor(SHARED_ZERO if matrix.has(SHARED_ZERO) else ZEROS)
+
+
 def lookup_dequantized(matrix: PackedMatrix, ids: Tensor, codes: Tensor) -> Tensor:
-    """Return rows of `codes`, int8 [N, K], times their scales, float32 [..., K]."""
+    """Return the dequantized rows of `codes`, int8 [N, K]: float32 [..., K]."""
     from torch.nn import functional as F
 
-    scales = matrix.tensor("lookup") if matrix.has("lookup") else matrix.tensor("scales")[:, None]
-    return F.embedding(ids, codes).float() * (F.embedding(ids, scales) if scales.dim() else scales)
+    def per_row(in_graph: str, stored: str) -> Tensor:
+        table = matrix.tensor(in_graph) if matrix.has(in_graph) else matrix.tensor(stored)[:, None]
+        return F.embedding(ids, table) if table.dim() else table
+
+    values = F.embedding(ids, codes).float()
+    if matrix.has(ZEROS):
+        values = values - per_row("lookup_zeros", ZEROS).float()
+    return values * per_row("lookup", "scales")
 
 
 def float_linear_nodes(
@@ -304,7 +379,7 @@ _OPENVINO = "it computes one range for the activations of a batch at run time"
 
 
 class Int8Dynamic(Int8PerChannel):
-    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them."""
+    """codes: int8 [N, K]; scales: float32 [N], as the runtime multiplies by them; zeros: int8 [N] or none."""
 
     name: ClassVar[str] = "int8-dynamic"
     summary: ClassVar[str] = (
@@ -313,7 +388,7 @@ class Int8Dynamic(Int8PerChannel):
     )
     recommended_for: ClassVar[str] = "a CPU, for one text and for many"
     source: ClassVar[str] = "ONNX operator DynamicQuantizeLinear-11 (github.com/onnx/onnx, docs/Operators.md)"
-    option_specs: ClassVar[tuple[SchemeOption, ...]] = (GRANULARITY,)
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (GRANULARITY, SYMMETRIC)
     per_tensor_activations: ClassVar[bool] = True
     unsupported_targets: ClassVar[Mapping[str, str]] = {
         "ort-cuda": _WHY,
@@ -342,6 +417,9 @@ class Int8Dynamic(Int8PerChannel):
         sums = int8_matmul(q_input, q_weight)
         row_sums = matrix.cached("row_sums", lambda: q_weight.sum(dim=1, dtype=torch.int32))
         sums = torch.add(sums, row_sums, alpha=128 - zero)
+        if matrix.has(ZEROS):
+            input_sums = q_input.sum(dim=1, dtype=torch.int32) + (128 - zero) * matrix.width
+            sums -= torch.outer(input_sums, matrix.tensor(ZEROS).int())
         out = sums.float().mul_(matrix.tensor("scales") * scale)
         out = out if bias is None else out + bias
         return out.reshape(*x.shape[:-1], q_weight.shape[0])
@@ -356,7 +434,8 @@ class Int8Dynamic(Int8PerChannel):
 
         if matrix.variant == BLOCK_VARIANT:
             return emit_block_linear(matrix, x, bias)
-        return emit.dynamic_quantize_matmul(x, transposed_weight(matrix), output_scales(matrix), bias)
+        weights = emit.WeightGrid(transposed_weight(matrix), output_scales(matrix), output_zeros(matrix))
+        return emit.dynamic_quantize_matmul(x, weights, bias)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the codes in the selected form."""
@@ -389,8 +468,14 @@ class Int8Dynamic(Int8PerChannel):
                 "block_size": size,
                 "accuracy_level": 4,
             }
-        elif f"{y}.{SHARED_SCALE}" not in tensors:
-            tensors[f"{y}.scales"] = matrix.tensor("scales")
+        else:
+            scale = SHARED_SCALE if f"{y}.{SHARED_SCALE}" in tensors else "scales"
+            tensors = {
+                f"{y}.columns": tensors[f"{y}.columns"],
+                f"{y}.{scale}": tensors.get(f"{y}.{scale}", matrix.tensor("scales")),
+            }
+            if matrix.has(ZEROS):
+                tensors[f"{y}.{ZEROS}"] = matrix.tensor(ZEROS)
         name = matrix.variant or _FORM
         node = helper.make_node(name, [x, *tensors], [y], domain="com.microsoft", **layout)
         return node, tensors
@@ -400,168 +485,3 @@ class Int8Dynamic(Int8PerChannel):
         if node.op_type == groupwise.MATMUL_NBITS:
             return groupwise.nbits_float_activation_nodes(node)
         return float_linear_nodes(node, *[*node.input, *[""] * 5][:5])
-
-
-INPUT_SCALE, INPUT_ZERO_POINT = "input_scale", "input_zero_point"
-ACTIVATIONS_SYMMETRIC = SchemeOption(
-    "activations_symmetric",
-    False,
-    (True, False),
-    "true: activations have no zero points, as TensorRT requires",
-)
-
-
-def input_zero_point(matrix: PackedMatrix) -> int:
-    """Return the zero point of int8 activations; 0 if symmetric."""
-    return int(matrix.tensor(INPUT_ZERO_POINT)) if matrix.has(INPUT_ZERO_POINT) else 0
-
-
-def activation_qparams(low: float, high: float, symmetric: bool) -> tuple[float, int]:
-    """Return the scale, a float32 number, and the int8 zero point of activations from `low` to `high`."""
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = float(np.float32(max(-low, high)) / 127 if symmetric else np.float32((high - low) / 255))
-    if not scale > 0:  # only zeros, or float32 underflow
-        return 1.0, 0
-    return scale, 0 if symmetric else int(np.clip(np.rint(-128 - low / scale), -128, 127))
-
-
-def quantize_activations(matrix: PackedMatrix, x: Tensor) -> Tensor:
-    """Return float `x` in steps of the scale after int8 quantization, on any device: codes - zero point."""
-    steps = x.div(matrix.tensor(INPUT_SCALE).to(x.device)).round_()
-    if not matrix.has(INPUT_ZERO_POINT):
-        return steps.clamp_(-128, 127)
-    zero = matrix.tensor(INPUT_ZERO_POINT).to(x.device, x.dtype)
-    return steps.clamp_(-128 - zero, 127 - zero)
-
-
-def unsigned_zero_point(zero: int) -> Tensor:
-    """Return the zero point of uint8 codes, uint8 scalar, for that of int8 codes, which are 128 less."""
-    import torch
-
-    return torch.tensor(_ZERO_POINT + zero, dtype=torch.uint8)
-
-
-# The target whose runtime has one operator for the whole layer.
-_FUSED = "ort-cpu"
-
-
-class Int8Static(Int8PerChannel):
-    """codes: int8 [N, K]; scales: float32 [N]; input_scale: float32 scalar, 1 for embeddings only.
-
-    input_zero_point: int8 scalar, unless symmetric.
-    """
-
-    name: ClassVar[str] = "int8-static"
-    summary: ClassVar[str] = (
-        "int8 weights per output channel or tensor; activations become int8 with a range that is calibrated"
-        " on samples"
-    )
-    recommended_for: ClassVar[str] = (
-        "a CPU, for one text and for many; OpenVINO, TensorRT; no result depends on its batch"
-    )
-    source: ClassVar[str] = (
-        "ONNX operator QuantizeLinear-13 (github.com/onnx/onnx, docs/Operators.md); Jacob et al. 2018,"
-        " arXiv:1712.05877"
-    )
-    option_specs: ClassVar[tuple[SchemeOption, ...]] = (GRANULARITY, ACTIVATIONS_SYMMETRIC)
-    requires_calibration: ClassVar[bool] = True
-    per_tensor_activations: ClassVar[bool] = True
-    supports_conv: ClassVar[bool] = True
-    unsupported_targets: ClassVar[Mapping[str, str]] = {
-        "ort-cuda": "ONNX Runtime has these operators on the CPU only"
-    }
-    required_options: ClassVar[Mapping[str, Mapping[str, tuple[OptionValue, ...]]]] = {
-        "tensorrt": {ACTIVATIONS_SYMMETRIC.name: (True,)}
-    }
-    exported_as: ClassVar[str] = "static int8"
-    operators: ClassVar[tuple[str, ...]] = ("MatMulIntegerToFloat",)
-    tolerance: ClassVar[float] = 0.05
-    embedding_tolerance: ClassVar[float] = 0.15
-    max_graph_error: ClassVar[float] = 0.5  # 2 to 3 times MiniLM's (docs/measurements/own-onnx.md)
-
-    def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
-        """Return the specs of codes, scales, and the scale and zero point of the activations."""
-        specs = {INPUT_SCALE: StoredTensor((), "float32", calibrated=True)}
-        if not self.has_symmetric_activations(options):
-            specs[INPUT_ZERO_POINT] = StoredTensor((), "int8", calibrated=True)
-        return super().stored_tensors(rows, width, options) | specs
-
-    def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
-        """Return the scale and zero point of the range."""
-        import torch
-
-        symmetric = self.has_symmetric_activations(options)
-        scale, zero = activation_qparams(low, high, symmetric)
-        tensors = {INPUT_SCALE: torch.tensor(scale)}
-        return tensors if symmetric else tensors | {INPUT_ZERO_POINT: torch.tensor(zero, dtype=torch.int8)}
-
-    def has_symmetric_activations(self, options: SchemeOptions) -> bool:
-        """Return whether activations have no zero points."""
-        return bool(options[ACTIVATIONS_SYMMETRIC.name])
-
-    def exact_activations(self, matrix: PackedMatrix) -> tuple[float, float]:
-        """Return the ends of the range."""
-        scale, low, high = self.static_activation_range(matrix)
-        return float(scale * low), float(scale * high)
-
-    def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply quantized weights and activations."""
-        import torch
-
-        q_weight, scale = matrix.tensor("codes"), matrix.tensor(INPUT_SCALE)
-        zero = input_zero_point(matrix)
-        x_rows = x.detach().reshape(-1, matrix.width)
-        q_input = x_rows.div(scale).round_().add_(zero).clamp_(-128, 127).to(torch.int8)
-        sums = int8_matmul(q_input, q_weight)
-        if zero:
-            row_sums = matrix.cached("row_sums", lambda: q_weight.sum(dim=1, dtype=torch.int32))
-            sums = torch.sub(sums, row_sums, alpha=zero)
-        out = sums.float().mul_(matrix.tensor("scales") * scale)
-        out = out if bias is None else out + bias
-        return out.reshape(*x.shape[:-1], q_weight.shape[0])
-
-    def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
-        """Return activations after quantizing and dequantizing; values outside of the range are clipped."""
-        scale = matrix.tensor(INPUT_SCALE).to(x.device)
-        return (quantize_activations(matrix, x.float()) * scale).to(x.dtype)
-
-    def static_activation_range(self, matrix: PackedMatrix) -> tuple[Tensor, float, float]:
-        """Return the stored scale, and -128 and 127 minus the zero point."""
-        zero = input_zero_point(matrix)
-        return matrix.tensor(INPUT_SCALE), -128.0 - zero, 127.0 - zero
-
-    def target_constants(self, target: str, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
-        """Return the zero point of activations in the type of `target`."""
-        import torch
-
-        if use == "lookup":
-            return {}
-        zero = input_zero_point(matrix)
-        if target == _FUSED:
-            return {"zero_point": unsigned_zero_point(zero)}
-        return {"zero_point": torch.tensor(zero, dtype=torch.int8)}
-
-    def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
-        """Emit QuantizeLinear and MatMulIntegerToFloat, or MatMul between explicit Q/DQ pairs."""
-        from smelt.quantization import emit
-
-        activations = emit.ActivationGrid(matrix.tensor(INPUT_SCALE), matrix.tensor("zero_point"))
-        if target == _FUSED:
-            return emit.integer_linear(x, activations, transposed_weight(matrix), output_scales(matrix), bias)
-        scales = matrix.tensor("scales")  # one per row for every granularity: no kernel is faster with one
-        return emit.qdq_linear(x, activations, matrix.tensor("columns"), scales, bias)
-
-    def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
-        """Emit Gather, Cast and Mul; or Gather in a table that is dequantized like weights."""
-        from torch.nn import functional as F
-
-        from smelt.quantization import emit
-
-        if target == _FUSED:
-            return super().emit_lookup(matrix, ids, target)
-        return F.embedding(ids, emit.dequantize_rows(matrix.tensor("codes"), matrix.tensor("scales")))
-
-    def float_activation_nodes(self, node: Any) -> list[Any]:
-        """Return nodes with float32 activations; `node` has them in place of the quantized ones."""
-        x, q_weight, _, scales, _, zero, bias = [*node.input, *[""] * 7][:7]
-        return float_linear_nodes(node, x, q_weight, scales, zero, bias)

@@ -21,7 +21,8 @@ from smelt.quantization.scheme import (
 from smelt.quantization.schemes.affine import Int2, Int3, Int4, Int8Groupwise
 from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
 from smelt.quantization.schemes.float4 import Mxfp4, Pow2
-from smelt.quantization.schemes.int8 import Int8Dynamic, Int8Static
+from smelt.quantization.schemes.int8 import Int8Dynamic
+from smelt.quantization.schemes.int8_static import Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
 from smelt.quantization.schemes.ternary import Binary, Ternary
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from smelt.compress.distill.ensembles import average_logits, combine_label_logits, make_ensemble
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.compress.distill.teachers import average_logits, combine_label_logits, make_ensemble
 from smelt.core.errors import InputError
 from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
 from smelt.data.splits import Example, Split
@@ -74,12 +74,12 @@ def test_labels_in_different_order_are_averaged_by_name():
 
 
 def joined_of(models, student):
-    import smelt.compress.distill.teachers as module
+    import smelt.compress.distill.ensembles as module
 
     class Plain(SimpleNamespace):
         pass
 
-    before, module.Ensemble = module.Ensemble, lambda models, join, config: Plain(join=join, config=config)
+    before, module.Ensemble = module.Ensemble, lambda models, join, *more: Plain(join=join, config=more[0])
     try:
         return make_ensemble(models, ["one", "other"], student, 1.0)
     finally:
@@ -92,7 +92,7 @@ def joined_of(models, student):
     (["a", "b", "c", "d"], SINGLE_LABEL, "single-label-student", '["a", "d"]'),
 ])  # fmt: skip
 def test_student_with_incompatible_labels_is_rejected(labels, kind, code, named):
-    teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0])]
+    teachers = [Says(["a", "b"], [0.0, 0.0]), Says(["c", "d"], [0.0, 0.0], MULTI_LABEL)]
     with raises_code(code, InputError) as caught:
         joined_of(teachers, Says(labels, [0.0] * len(labels), kind))
     assert named in str(caught.value)

@@ -7,7 +7,7 @@ from onnxruntime.quantization.calibrate import HistogramCollector
 from onnxruntime.quantization.quant_utils import compute_scale_zp
 
 from smelt.compress.quantize.ranges import Extremes, Histogram
-from smelt.quantization.schemes.int8 import activation_qparams
+from smelt.quantization.schemes.int8_static import activation_qparams
 
 NUMBERS = np.random.default_rng(0)
 VALUES = {

@@ -27,7 +27,7 @@ def test_embedding_scheme_is_explicit_or_derived(options, table):
     ({"scheme": "int2", "symmetric": "positive", "embedding_scheme": "int3"}, "wrong-value", "int2"),
     ({"mixed_precision": {"target_bits": 3.5}, "symmetric": "positive"}, "wrong-value", "2-bit"),
     ({"scheme": "int4", "granularity": "tensor"}, "unused-setting", "granularity"),
-    ({"scheme": "binary", "symmetric": False}, "unused-setting", "symmetric"),
+    ({"scheme": "kmeans4", "symmetric": False}, "unused-setting", "symmetric"),
     ({"scheme": "binary", "group_size": 16}, "wrong-value", "32, 64 or 128"),
     ({"scheme": "binary", "embedding_scheme": "binray"}, "literal_error", "int8-dynamic"),
     ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
@@ -82,7 +82,7 @@ def test_reported_settings_are_valid_for_all_scheme_pairs():
 
 @pytest.mark.parametrize(("options", "meant", "idle"), [
     ({"scheme": "int8-dynamic"}, {"granularity": "channel", "embedding_scheme": "int8-dynamic"},
-     {"group_size", "symmetric", "accuracy_level", "calibration_method", "calibration_percentile",
+     {"group_size", "accuracy_level", "calibration_method", "calibration_percentile",
      "calibration_samples", "sensitivity_samples", "smoothquant_alpha", "max_excluded"}),
     ({"scheme": "int8-static"}, {"calibration_percentile": 99.99, "calibration_samples": None},
      {"group_size"}),
@@ -95,7 +95,8 @@ def test_reported_settings_are_valid_for_all_scheme_pairs():
      {"embedding_scheme"}),
     ({"mixed_precision": {"target_bits": 4.5}}, {"group_size": 64, "calibration_samples": None},
      {"scheme", "embedding_scheme", "calibration_method"}),
-    ({"scheme": "binary"}, {"embedding_scheme": "int8-dynamic", "granularity": "channel"}, {"symmetric"}),
+    ({"scheme": "binary"}, {"embedding_scheme": "int8-dynamic", "granularity": "channel", "symmetric": True},
+     set()),
     ({"scheme": "int4", "embedding_scheme": "int8-dynamic"}, {"granularity": "channel"}, set()),
     ({"scheme": "int8-dynamic", "embedding_scheme": "ternary"}, {"group_size": 64}, {"granularity"}),
 ])  # fmt: skip

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_equals_dynamic_quantize_matmul(bias, granularity):
     torch.manual_seed(0)
-    layer = quantize_module(nn.Linear(48, 40, bias=bias), "int8-dynamic", {"granularity": granularity})
+    layer = quantize_module(
+        nn.Linear(48, 40, bias=bias), "int8-dynamic", {"granularity": granularity, "symmetric": True}
+    )
     scales = layer.matrix.scales if granularity == "channel" else layer.matrix.scales[0]
     x = torch.randn(3, 5, 48)
     from onnx import numpy_helper

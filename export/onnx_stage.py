@@ -21,9 +21,16 @@ from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.export.graph_files import read_graph, set_input_defaults, write_graph
-from smelt.export.settings import OnnxSettings, ProviderSettings, unsupported_model, unsupported_task
+from smelt.export.settings import (
+    OnnxSettings,
+    ProviderSettings,
+    unsupported_model,
+    unsupported_sizes,
+    unsupported_task,
+)
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
+from smelt.models.text_rules import MODULES_FILE, position_limit
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -34,6 +41,7 @@ from smelt.quantization.schemes.registry import (
     unsupported_reason,
     unsupported_scheme_options,
 )
+from smelt.runtimes.fixed_shapes import FixedShape, FixedShapeBackend
 from smelt.runtimes.images import ImageBatch
 from smelt.stage import Context, Need, Settings, Stage
 
@@ -142,6 +150,9 @@ def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
 
 
 BF16_OPSET = 22
+# Older ones are for older runtimes, so such a setting is never raised
+FIRST_COMPLETE_OPSET = 19
+GENERATION_GRAPH_OPSET = 18  # axes of its reductions are computed
 _CACHED_BYTES = 2**30  # of dequantized weights, which the parity checks use a few times
 
 
@@ -169,15 +180,27 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
     """Return the opset of the settings, or a newer one if quantized operators or bf16 need it.
 
     Conv, Sin and Cos support bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
+
+    Raises:
+        InputError: `opset-too-low`, the setting is for an older runtime, which would not open a newer graph.
     """
     from smelt.quantization.layers import layer_scheme
 
     used_schemes = {layer_scheme(module) for module in model.modules()}
     names = [name for name in SCHEMES if name in used_schemes]
     of_dtype = BF16_OPSET if file_dtype(settings) == "bf16" else 0
-    return max(
-        [settings.opset, of_dtype, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)]
+    required = max(
+        [of_dtype, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)], default=0
     )
+    if settings.opset < FIRST_COMPLETE_OPSET < required:
+        parts = f"dtype {settings.dtype}" if required == of_dtype else f"scheme {' and '.join(names)}"
+        raise InputError(
+            f"onnx: opset {settings.opset} has no operators for {parts}, which needs {required}. Set opset:"
+            f" {required}, or branch before the quantize step with `from: NAME`.",
+            code="opset-too-low",
+            setting="opset",
+        )
+    return max(settings.opset, required)
 
 
 def file_dtype(settings: OnnxSettings) -> str:
@@ -251,6 +274,7 @@ def _write_graph(
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
     from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
+    from smelt.export.lower_opset import LAYER_NORM_OPSET
     from smelt.export.remove_padding import remove_padding_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file
 
@@ -269,7 +293,9 @@ def _write_graph(
     expand_placeholders_in_file(path)
     if settings.target == "ort-cpu":
         fuse_biases_in_file(path)
-        remove_padding_in_file(path)
+        # the number of real tokens is a dynamic size; norms are found by their operator
+        if settings.sequence_length is None and ctx.details["opset"] >= LAYER_NORM_OPSET:
+            remove_padding_in_file(path)
     if graph.input_defaults and settings.graph_target not in (
         "tensorrt",
         "openvino",
@@ -349,6 +375,16 @@ class Onnx(Stage[OnnxSettings]):
             for name, is_set in measured.items()
             if is_set and task_traits(task).modality == "image"
         ]
+        errors += [
+            error_message("unsupported-task", reason, setting=name)
+            for name, reason in unsupported_sizes(settings, task).items()
+        ]
+        if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
+            text = (
+                f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
+                " opset, or generation_graph: false."
+            )
+            errors.append(error_message("opset-too-low", text, setting="opset"))
         unsupported = unsupported_task(task) if settings.kv_cache == "int8" else None
         if unsupported is not None:
             errors.append(error_message("unsupported-task", unsupported, setting="kv_cache"))
@@ -372,6 +408,10 @@ class Onnx(Stage[OnnxSettings]):
             if unsupported is None
             else [error_message("does-not-fit-model", unsupported, setting="kv_cache")]
         )
+        limit = position_limit(config) if settings.sequence_length is not None else None
+        if limit is not None and (settings.sequence_length or 0) > limit:
+            text = f"{settings.sequence_length} is more than the model's {limit} positions. Lower it."
+            errors.append(error_message("does-not-fit-model", text, setting="sequence_length"))
         if QUANTIZED_CONVOLUTIONS_KEY in config and (
             reason := CONV_UNSUPPORTED_TARGETS.get(settings.graph_target)
         ):
@@ -408,12 +448,12 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.generation_graph.write import add_generation_graphs
     from smelt.export.graphs.decoder_only import unfused_heads_warning
     from smelt.export.graphs.export_graph import model_graphs
+    from smelt.export.graphs.fix_shape import fix_shapes
     from smelt.export.half_graphs import convert_graphs_to_half, overflow_samples
     from smelt.export.kv_cache import export_int8_cache, require_int8_caches
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
     from smelt.export.parity.references import run_reference
     from smelt.generation.generating_runners import is_causal
-    from smelt.models.text_rules import MODULES_FILE
 
     model = parent.backend.model
     has_shortlist = getattr(parent, "shortlist", None) is not None
@@ -423,11 +463,15 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         target=settings.target,
         dtype=settings.dtype,
         opset=required_opset(settings, model),
+        **settings.fixed_sizes,
         **({"tf32": True} if settings.tf32 else {}),
     )
+    shape = _fix_parent_shape(parent, settings)
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
     overflow_batches = overflow_samples(parent, source, ctx) if graph_dtype == "fp16" else []
-    graphs = model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None)
+    graphs = fix_shapes(
+        model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None), shape
+    )
     int8 = settings.kv_cache == "int8"
     if int8:
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
@@ -455,9 +499,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
-    for name in ("config.json", "generation_config.json", MODULES_FILE):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, ctx.out / name)
+    _copy_configs(source, ctx.out)
     exported_model = ExportedModel(
         ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
     )
@@ -475,6 +517,23 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     if settings.threads is not None:
         size = (settings.autotune_settings.batch_sizes or (1,))[0]
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
+
+
+def _copy_configs(source: Path, folder: Path) -> None:
+    for name in ("config.json", "generation_config.json", MODULES_FILE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:
+    """Return the fixed sizes of the graphs; the runner `parent` is padded to them too.
+
+    Where a quantized layer computes ranges over a batch, padding is part of the reference.
+    """
+    shape = FixedShape(settings.batch_size, settings.sequence_length)
+    if shape:
+        parent.backend = FixedShapeBackend(parent.backend, shape, parent.config.get("pad_token_id") or 0)
+    return shape
 
 
 def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.data.tasks import tasks_with
+from smelt.data.tasks import task_names, task_traits, tasks_with
 from smelt.models.families.registry import find_family
 from smelt.quantization.scheme import graph_target
 from smelt.stage import Settings
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from smelt.quantization.emit import GraphTarget
 
 
+FIXED_SIZES = ("batch_size", "sequence_length")  # settings, and details of an export with fixed shapes
 WeightStorage = Literal["embedded", "refittable", "stripped"]
 HardwareCompatibility = Literal["none", "ampere+", "same-cc"]
 
@@ -183,7 +184,13 @@ class OnnxSettings(Settings):
         description="fp16, bf16: for GPUs; openvino computes in bf16",
     )
     simplify: bool = Field(default=True, description="run onnxsim; keep its result if it computes the same")
-    opset: int = Field(default=20, ge=19, le=23, description="opset of ONNX's standard operators")
+    opset: int = Field(default=20, ge=13, le=23, description="opset of ONNX's standard operators")
+    batch_size: int | None = Field(
+        default=None, ge=1, le=4096, description="fixed samples per call; default: dynamic"
+    )
+    sequence_length: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="fixed tokens of a text; default: dynamic"
+    )
     generation_graph: bool = Field(
         default=True,
         description="ort-cpu: also export the whole generation loop as one graph",
@@ -213,6 +220,15 @@ class OnnxSettings(Settings):
     def graph_target(self) -> GraphTarget:
         """The target whose graphs are exported: `target`, or the one whose graphs it uses."""
         return cast("GraphTarget", graph_target(self.target))
+
+    def makes_generation_graphs(self, task: str) -> bool:
+        """Return whether models of `task` are also exported as graphs of the whole generation."""
+        return self.generation_graph and self.target == "ort-cpu" and task_traits(task).generates
+
+    @property
+    def fixed_sizes(self) -> dict[str, int]:
+        """The settings of fixed shapes, without those that are dynamic."""
+        return {name: size for name in FIXED_SIZES if (size := getattr(self, name)) is not None}
 
     @property
     def is_machine_dependent(self) -> bool:
@@ -275,6 +291,18 @@ class OnnxSettings(Settings):
             raise SettingError(
                 "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
             )
+        if self.fixed_sizes and self.target == "ort-tensorrt":
+            raise SettingError(
+                f"{' and '.join(self.fixed_sizes)}: target ort-tensorrt builds engines for a range of sizes."
+                " Set target: tensorrt, or the sizes of engine",
+                code="settings-conflict",
+            )
+        if self.fixed_sizes and self.autotune:
+            raise SettingError(
+                f"autotune measures batches of several sizes, but {' and '.join(self.fixed_sizes)} is fixed."
+                " Remove one of them",
+                code="settings-conflict",
+            )
         if self.engine is not None and self.target != "ort-tensorrt":
             raise SettingError(
                 f"engine is for target ort-tensorrt, but target is {self.target}. Remove engine, or move it"
@@ -286,6 +314,20 @@ class OnnxSettings(Settings):
 
 KV_CACHE_TASKS = tasks_with(architecture="decoder")
 FLOAT_CACHE_HINT = "Set kv_cache: float."
+
+
+def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
+    """Return by setting why the graphs of `task` cannot have a fixed size."""
+    traits = task_traits(task)
+    if traits.generates:
+        reason = (
+            f"the task is {task}, whose graphs append to caches that grow with each token. Fixed shapes are"
+            f" for {task_names(architecture='encoder')}. Remove it."
+        )
+        return dict.fromkeys(settings.fixed_sizes, reason)
+    if traits.modality == "image" and settings.sequence_length is not None:
+        return {"sequence_length": "an image has no tokens; its size is always fixed. Set batch_size only."}
+    return {}
 
 
 def unsupported_task(task: str) -> str | None:

@@ -53,6 +53,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
+from smelt.export.lower_opset import OLDEST_TORCH_OPSET, elementwise_layer_norms, lower_opset
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
 from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
@@ -406,6 +407,7 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
     """Trace `graph`; return it as an onnx.ModelProto that holds its weights.
 
     Raises:
+        InputError: `opset-too-low`.
         RunError: torch's exporter failed.
     """
     _prepare_layers(graph, target)
@@ -419,16 +421,20 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
             single_trace(),
             skip_unused_metadata(),
             emit.exporting_to(target),
+            elementwise_layer_norms(graph.module, opset),
             torch.no_grad(),
             _silence_export_warnings(),
         ):
             program = torch.onnx.export(
-                graph.module, graph.inputs, None, dynamo=True, opset_version=opset, verbose=False,
+                graph.module, graph.inputs, None, dynamo=True, verbose=False,
+                opset_version=max(opset, OLDEST_TORCH_OPSET),
                 input_names=graph.input_names, output_names=graph.output_names,
                 dynamic_shapes=graph.dynamic_axes, optimize=True,
             )  # fmt: skip
         assert program is not None
         model = program.model_proto
+        if opset < OLDEST_TORCH_OPSET:
+            lower_opset(model, opset, graph.name)
         deduplicate_matrices(model)
         _name_logits_dimension(model.graph)
         return model

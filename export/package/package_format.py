@@ -23,7 +23,7 @@ class SupportedArtifacts:
 
     formats: torch, onnx, tensorrt. targets: of an export (`onnx: {target: ...}`). tasks: as in a recipe.
     families: the config's `model_type`. hint: what to add to a recipe for a supported artifact, the end of a
-    message.
+    message. fixed_shapes: whether graphs may have them.
     """
 
     formats: frozenset[Format]
@@ -31,6 +31,7 @@ class SupportedArtifacts:
     tasks: frozenset[str] | None = None
     families: frozenset[str] | None = None
     hint: str = ""
+    fixed_shapes: bool = False
 
 
 TEXT_GRAPHS = SupportedArtifacts(

@@ -42,7 +42,9 @@ class StandaloneFormat:
     name: ClassVar[str] = "standalone"
     summary: ClassVar[str] = "graphs with infer.py and a service: onnxruntime, numpy"
     supported: ClassVar[SupportedArtifacts] = replace(
-        TEXT_GRAPHS, tasks=frozenset(spec.name for spec in all_specs() if spec.package is not None)
+        TEXT_GRAPHS,
+        tasks=frozenset(spec.name for spec in all_specs() if spec.package is not None),
+        fixed_shapes=True,
     )
     is_artifact: ClassVar[bool] = True
 
@@ -340,8 +342,9 @@ def _tokenizer_settings(artifact: Artifact, config: dict[str, Any]) -> tuple[int
 
     info, rules = read_tokenizer_info(artifact.path), read_text_rules(artifact.path)
     tokenizer = open_tokenizer(artifact.path)
-    limit: int | None = max_input_length(tokenizer, config)
-    limit = None if limit is None or limit >= NO_LIMIT else limit
+    limit: Any = max_input_length(tokenizer, config)
+    limit = min(limit, artifact.manifest.details.get("sequence_length") or limit)
+    limit = None if limit >= NO_LIMIT else limit
     pads_left = (
         not config.get("is_encoder_decoder") and task_traits(artifact.manifest.task).architecture == "decoder"
     )

@@ -31,6 +31,7 @@ from smelt.core.files import (
 from smelt.core.locks import STALE_AFTER_S, heartbeat, is_active
 from smelt.core.messages import Message, escape_controls, with_article
 from smelt.export.package.package_format import PackageFormat, PackageOrigin, UsageNotes
+from smelt.export.settings import FIXED_SIZES
 
 _WIDTH = 110
 _MAX_LENGTH = 60  # characters of a setting's value
@@ -421,10 +422,27 @@ def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> Uns
         text = f"it was exported for {target}; this format supports {_join_words(supported_inputs.targets)}."
         return UnsupportedFormat("unsupported-target", text, needs_export=True)
     try:
+        _require_dynamic_shapes(package_format, artifact)
         package_format.check(artifact)
     except InputError as error:
         return UnsupportedFormat(error.code, str(error))
     return None
+
+
+def _require_dynamic_shapes(package_format: PackageFormat, artifact: Artifact) -> None:
+    """Require a graph of any batch size and length, unless the format pads.
+
+    Raises:
+        InputError: `fixed-shapes`.
+    """
+    details = artifact.manifest.details
+    sizes = ", ".join(f"{name}: {details[name]}" for name in FIXED_SIZES if name in details)
+    if sizes and not package_format.supported.fixed_shapes:
+        raise InputError(
+            f"its graph has fixed shapes ({sizes}), and this format's program passes batches of any size."
+            " Export it without these settings.",
+            code="fixed-shapes",
+        )
 
 
 def require_supported(

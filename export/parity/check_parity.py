@@ -28,6 +28,7 @@ from smelt.export.parity.operator_checks import (
     check_operators,
     open_with_outputs,
     run_graph_calls,
+    session_shape,
 )
 from smelt.export.parity.references import (
     LOGITS_TOLERANCES,
@@ -41,9 +42,12 @@ from smelt.export.parity.references import (
     run_exact,
 )
 from smelt.export.parity.single_texts import SingleTexts
+from smelt.generation.backend import Batch
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.scheme import GRAPH_TARGETS
 from smelt.runtimes.device import cuda_device_count
+from smelt.runtimes.fixed_shapes import FixedShape, fixed_feeds
+from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.onnx_session import open_onnx_session
 
 
@@ -68,9 +72,12 @@ def locate_first_mismatch(
     name = graph.name
     graph_model = read_graph(folder / f"{name}.onnx", values=False)
     layer_nodes = _layer_outputs_in_graph(graph_model, graph.module)
-    expected = _layer_outputs(model, reference, {id(graph.module.get_submodule(p)): p for p in layer_nodes})
     try:
         session = open_with_outputs(graph_model, folder, name, [value for _, value in layer_nodes.values()])
+        reference = _first_fixed_call(reference, session_shape(session))
+        expected = _layer_outputs(
+            model, reference, {id(graph.module.get_submodule(p)): p for p in layer_nodes}
+        )
         for call, actual_outputs in run_graph_calls(session, folder, name, reference):
             for path, expected_output in expected.items():
                 node, value = layer_nodes[path]
@@ -79,6 +86,19 @@ def locate_first_mismatch(
     except Exception:  # the graph with exposed values cannot be run; the layer is not reported
         return None
     return None
+
+
+def _first_fixed_call(reference: TorchReference, shape: FixedShape) -> TorchReference:
+    """Return the samples of the first call of a graph with fixed shapes; all of them if it has none."""
+    if not shape:
+        return reference
+    batch = reference.batch
+    if isinstance(batch, ImageBatch):
+        feeds = fixed_feeds({"pixel_values": batch.pixel_values}, shape)[0]
+        return replace(reference, batch=ImageBatch(feeds["pixel_values"]))
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    arrays = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    return replace(reference, batch=Batch(**fixed_feeds(arrays, shape)[0]))
 
 
 def _layer_outputs_in_graph(model: Any, module: nn.Module) -> dict[str, tuple[str, str]]:

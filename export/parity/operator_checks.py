@@ -31,10 +31,12 @@ from torch.nn import functional as F
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference, widen_to_float32
+from smelt.generation.backend import PAST_PREFIX
 from smelt.generation.generating_runners import position_ids
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
+from smelt.runtimes.fixed_shapes import FixedShape, fixed_feeds, read_fixed_shape
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
@@ -415,6 +417,16 @@ def open_with_outputs(
         return open_onnx_session(path, threads, optimized=optimized)
 
 
+def session_shape(session: Any) -> FixedShape:
+    """Return the fixed sizes of a graph's inputs; of a graph with caches none."""
+    inputs = {i.name: i.shape for i in session.get_inputs()}
+    if any(name.startswith(PAST_PREFIX) for name in inputs):
+        return FixedShape()
+    return read_fixed_shape(
+        {name: [n if isinstance(n, int) else None for n in shape] for name, shape in inputs.items()}
+    )
+
+
 def run_graph_calls(
     session: Any, folder: Path, name: str, reference: TorchReference
 ) -> Iterator[tuple[GraphCall, TensorsByName]]:
@@ -430,15 +442,15 @@ def run_graph_calls(
 
     batch = reference.batch
     if isinstance(batch, ImageBatch):
-        call = GraphCall({PIXEL_VALUES: batch.pixel_values}, slice(None), None)
-        yield call, _run(session, call.feeds)
+        for feeds in fixed_feeds({PIXEL_VALUES: batch.pixel_values}, session_shape(session)):
+            yield GraphCall(feeds, slice(None), None), _run(session, feeds)
         return
     is_token = batch.attention_mask == 1
     ids = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if name == "encoder_model" or reference.tokens is None:
         types = np.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
-        call = GraphCall({**ids, "token_type_ids": types}, slice(None), is_token)
-        yield call, _run(session, call.feeds)
+        for feeds in fixed_feeds({**ids, "token_type_ids": types}, session_shape(session)):
+            yield GraphCall(feeds, slice(None), feeds["attention_mask"] == 1), _run(session, feeds)
         return
     state = _empty_caches(session, len(is_token))
     if name == "model":

@@ -21,7 +21,7 @@ from smelt.generation.backend import Batch
 from smelt.generation.generating_runners import is_causal
 from smelt.generation.prompt_batches import pad_left, padding_token
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.text_rules import join_texts, max_input_length
+from smelt.models.text_rules import NO_LIMIT, join_texts, max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import pad_batch
@@ -56,7 +56,7 @@ def parity_samples(
     if task_traits(task).modality == "image":
         return _image_samples(parent, data, rows)
     tokenizer = load_tokenizer(folder)
-    limit = max_input_length(tokenizer, parent.config)
+    limit = min(max_input_length(tokenizer, parent.config), parent.backend.max_tokens_per_call or NO_LIMIT)
     if is_causal(parent.config):
         if task_traits(task).samples == "prompts" and (split := _select_split(data)) is not None:
             return _prompt_batch(split, tokenizer, limit, rows, length), True
@@ -244,10 +244,16 @@ def example_feeds(
     """
     if tokens is None:
         return [_feeds(session, {}, {"batch": len(lengths)})]
-    names = {i.name for i in session.get_inputs()}
+    shapes = {i.name: i.shape for i in session.get_inputs()}
+    names = shapes.keys()
+    if "position_ids" not in names and "encoder_attention_mask" not in names:
+        lengths = _fixed_lengths(shapes["input_ids"], lengths)
     length, num_rows = max(lengths), len(lengths)
     ids = np.resize(tokens, (num_rows, length)).astype(np.int64)
     mask = (np.arange(length) < np.array(lengths)[:, None]).astype(np.int64)
+    if isinstance(fixed_length := shapes["input_ids"][1], int) and fixed_length > length:
+        ids, mask = (np.pad(array, ((0, 0), (0, fixed_length - length))) for array in (ids, mask))
+        length = fixed_length
     values: Feeds = {"input_ids": ids, "attention_mask": mask, "encoder_attention_mask": mask}
     # the second half of a row is another text
     values["token_type_ids"] = (np.arange(length) * 2 >= np.array(lengths)[:, None]).astype(np.int64) * mask
@@ -265,6 +271,12 @@ def example_feeds(
     if "num_logits_to_keep" not in names:
         return [prompt, step]
     return [prompt, prompt | {"num_logits_to_keep": np.array(1, dtype=np.int64)}, step]
+
+
+def _fixed_lengths(shape: Sequence[int | str], lengths: Sequence[int]) -> list[int]:
+    """Return the lengths of as many rows as a graph takes, none longer than it takes."""
+    rows, longest = (size if isinstance(size, int) else None for size in shape)
+    return [min(n, longest or n) for n in np.resize(lengths, rows or len(lengths)).tolist()]
 
 
 def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[Any]:

@@ -22,7 +22,7 @@ from smelt.core.files import load_json
 from smelt.core.messages import Message
 from smelt.data.splits import Example, input_texts
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
-from smelt.export.settings import ProviderSettings, TensorrtSettings
+from smelt.export.settings import FIXED_SIZES, ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
     ProfileShapes,
@@ -98,6 +98,13 @@ class TensorrtStage(Stage[TensorrtSettings]):
                 " tensorrt. Put `- onnx: {target: tensorrt}` before this step, with `from:` set to the"
                 " step to export.",
                 code="unsupported-target",
+            )
+        if sizes := {n: src.manifest.details[n] for n in FIXED_SIZES if n in src.manifest.details}:
+            raise InputError(
+                f"{src.path}: this ONNX model has fixed shapes ({sizes}), and an engine of this step is built"
+                f" for a range of sizes. Build it with `trtexec --onnx=model.onnx`, or export it without"
+                f" {' and '.join(sizes)}.",
+                code="fixed-shapes",
             )
         trt = import_tensorrt()
         profiles, limit = (imported_ranges if is_imported else profile_ranges)(src.path, settings, ctx)

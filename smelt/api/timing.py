@@ -102,7 +102,7 @@ def time_artifacts(
     if data is not None and _takes_whole_calls(next(iter(artifacts.values())), data):
         latency_settings = latency_settings.model_copy(update={"batch_sizes": (1,)})
     baseline = next(iter(artifacts))
-    with _timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
+    with timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
         result = measure_latency(
             {name: artifact.path for name, artifact in artifacts.items()},
             baseline,
@@ -149,7 +149,7 @@ def _takes_whole_calls(artifact: Artifact, data: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _timing_texts(
+def timing_texts(
     data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
 ) -> Iterator[tuple[list[str], Path | None]]:
     """Yield the texts to measure; for arrays, the samples' indices and a file with the arrays."""

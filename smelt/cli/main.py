@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
+from smelt.cli.bench import bench
 from smelt.cli.commands import (
     FILE_TYPE,
     FOLDER_TYPE,
-    bench,
     device_options,
     executor_option,
     generation_options,

@@ -267,6 +267,11 @@ class OnnxBackend:
             sessions[main.name], self._past, self._present, self._empty
         )
 
+    def input_shapes(self, graph: str) -> dict[str, tuple[int | None, ...]]:
+        """Return the shape of each input of a graph; None: a dynamic size."""
+        inputs = self._session(graph).get_inputs()
+        return {i.name: tuple(n if isinstance(n, int) else None for n in i.shape) for i in inputs}
+
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         session = self._session(graph)

@@ -273,6 +273,14 @@ class OpenvinoBackend(NoGenerationGraphs):
             raise InputError(f"{self._folder}: this model is closed. Load it again.", code="closed-model")
         return self._models[graph]
 
+    def input_shapes(self, graph: str) -> dict[str, tuple[int | None, ...]]:
+        """Return the shape of each input of a graph; None: a dynamic size."""
+        ports = _ports_by_name(self._model(graph).inputs)
+        return {
+            name: tuple(n.get_length() if n.is_static else None for n in port.partial_shape)
+            for name, port in ports.items()
+        }
+
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         model = self._model(graph)

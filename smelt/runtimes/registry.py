@@ -21,6 +21,7 @@ from smelt.generation.search import generate_in_graph, generate_resolved
 from smelt.models.families.registry import reads_images
 from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
+from smelt.runtimes.fixed_shapes import FixedShapeBackend, read_fixed_shape
 from smelt.runtimes.images import ImageClassifierRunner
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE as SIGNATURE
 from smelt.runtimes.ort_tensorrt_provider import provider_device
@@ -78,6 +79,10 @@ RUNTIMES: tuple[RuntimeSpec, ...] = (
         max_concurrent_calls=1,
     ),
 )
+
+
+# a graph of arrays repeats samples itself, and caches have no fixed shape
+_SINGLE_CALL_RUNNERS: tuple[type[Runner], ...] = (ClassifierRunner, EmbedderRunner, ImageClassifierRunner)
 
 
 def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
@@ -140,9 +145,13 @@ def open_folder(
     files = read_model_files(folder)
     kind: Any = runner_class_for(files.config, embeds=(folder / MODULES_FILE).is_file())
     kind = GraphRunner if (folder / SIGNATURE).is_file() else kind
-    backend = runtime.load_backend()(
+    backend: Any = runtime.load_backend()(
         folder, kind.graphs, target, threads, device, dtype, **({"tf32": True} if tf32 else {})
     )
+    if runtime.format == "onnx" and runtime.target != "ort-tensorrt" and kind in _SINGLE_CALL_RUNNERS:
+        shape = read_fixed_shape(backend.input_shapes(kind.graphs.main.name))
+        pad = files.config.get("pad_token_id") or 0
+        backend = FixedShapeBackend(backend, shape, pad) if shape else backend
     runner: Runner = kind(
         files, backend, generate_in_graph if backend.generation_graphs else generate_resolved
     )

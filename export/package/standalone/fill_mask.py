@@ -25,7 +25,9 @@ class MaskFiller:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.tokenizer, self.mask = Tokenizer(Path(folder), config["tokenizer"]), config["tokenizer"]["mask"]
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.graph = open_graph(
+            Path(folder) / "model.onnx", threads or config["threads"], pad=config["tokenizer"]["pad"]
+        )
         self.inputs = {value.name for value in self.graph.get_inputs()}
         self.mask_token = self.first_input = self.tokenizer.inner.id_to_token(self.mask)
 

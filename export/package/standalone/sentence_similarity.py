@@ -24,7 +24,9 @@ class Embedder:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.tokenizer, self.width = Tokenizer(Path(folder), config["tokenizer"]), config["width"]
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.graph = open_graph(
+            Path(folder) / "model.onnx", threads or config["threads"], pad=config["tokenizer"]["pad"]
+        )
 
     def __call__(self, texts: Iterable[str], batch_size: int = 32) -> Any:
         """Return the vectors of the texts in their order, float32 [n, D]."""

@@ -11,9 +11,14 @@ from typing import Any
 
 import onnxruntime
 
+from smelt.export.package.standalone.fixed_graph import FixedGraph
 
-def open_graph(path: Path, threads: int | None, memory_pattern: bool = True) -> Any:
-    """Open a graph with the session options of its scores. threads: per call, None for all."""
+
+def open_graph(path: Path, threads: int | None, memory_pattern: bool = True, pad: int = 0) -> Any:
+    """Open a graph with the session options of its scores.
+
+    threads: per call, None for all. pad: the token of padding, for a graph with fixed shapes.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, threads or 0  # 3: no warnings
     options.enable_mem_pattern = memory_pattern
@@ -21,9 +26,12 @@ def open_graph(path: Path, threads: int | None, memory_pattern: bool = True) -> 
     cpu_flags = set(cpu.read_text(errors="replace").split()) if cpu.is_file() else set()
     if "avx2" in cpu_flags and not cpu_flags & {"avx512_vnni", "avx_vnni", "amx_int8"}:
         options.add_session_config_entry("session.x64quantprecision", "1")  # exact int8 matmuls
-    return onnxruntime.InferenceSession(
+    session: Any = onnxruntime.InferenceSession(
         str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
     )
+    shape = [size if isinstance(size, int) else None for size in session.get_inputs()[0].shape]
+    length = shape[1] if len(shape) == 2 else None
+    return session if shape[0] is None and length is None else FixedGraph(session, shape[0], length, pad)
 
 
 def run_command_line(

@@ -36,7 +36,9 @@ class Classifier:
             0,
         )
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.graph = open_graph(
+            Path(folder) / "model.onnx", threads or config["threads"], pad=config["tokenizer"]["pad"]
+        )
         self.inputs = {value.name for value in self.graph.get_inputs()}
 
     def __call__(self, texts: Iterable[str | tuple[str, str]], batch_size: int = 32) -> list[tuple[Any, Any]]:

@@ -79,7 +79,9 @@ class Tagger:
             side = self.settings["truncation_side"]
             self.tokenizer.enable_truncation(self.settings["limit"], direction=side)
         self.splitter = word_splitter()
-        self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
+        self.graph = open_graph(
+            Path(folder) / "model.onnx", threads or config["threads"], pad=config["tokenizer"]["pad"]
+        )
         self.inputs = {value.name for value in self.graph.get_inputs()}
 
     def __call__(

@@ -1,0 +1,126 @@
+"""Graphs in opsets before 18, which torch does not export, for older runtimes."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from smelt.core.errors import InputError
+from smelt.export.lower_opset import elementwise_layer_norms, lower_opset
+from smelt.export.onnx_stage import Onnx, required_opset
+from smelt.export.settings import OnnxSettings
+from tests.support.expected_errors import raises_code
+from tests.support.models import every_family
+
+OPSETS = (13, 15, 17)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_exported_graph_has_the_opset_and_equals_its_model(family, opset, tmp_path):
+    source = every_family.model_with_layers(family, 1)
+    settings = OnnxSettings(target="tensorrt", opset=opset)
+    ctx = every_family.run_stage(Onnx(), settings, source, family, tmp_path / "out")
+    model = onnx.load(ctx.out / "model.onnx")
+    assert [(item.domain, item.version) for item in model.opset_import] == [("", opset)]
+    assert model.ir_version == helper.find_min_ir_version_for(model.opset_import)
+    used = {node.op_type for node in model.graph.node}
+    assert ("LayerNormalization" in used) == (family == "bert" and opset == 17)
+    assert ctx.details["parity"]["model"]["largest"] < 1e-4
+    assert ctx.details["opset"] == opset
+
+
+def graph_of(nodes, inputs, output, constants=(), shape=None):
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in inputs.items()]
+    kind = TensorProto.INT64 if output == "shape" else TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes, "g", values, [helper.make_tensor_value_info(output, kind, shape)], list(constants)
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+
+
+def run(model, feeds):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)[0]
+
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) + 1
+AXES = numpy_helper.from_array(np.array([-1]), "axes")
+CHANGED = {
+    "split": [helper.make_node("Split", ["x"], ["a", "y"], "n", axis=2, num_outputs=2)],
+    "mean": [helper.make_node("ReduceMean", ["x", "axes"], ["y"], "n", keepdims=0, noop_with_empty_axes=0)],
+    "max": [helper.make_node("ReduceMax", ["x", "axes"], ["y"], "n", keepdims=1)],
+    "shape": [helper.make_node("Shape", ["x"], ["shape"], "n", start=1, end=2)],
+    "last": [helper.make_node("Shape", ["x"], ["shape"], "n", start=-1)],
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_forms_compute_the_same(name):
+    output = "shape" if name in ("shape", "last") else "y"
+    constants = [AXES] if name in ("mean", "max") else []
+    model = graph_of(CHANGED[name], {"x": list(X.shape)}, output, constants)
+    expected = run(model, {"x": X})
+    model = graph_of(CHANGED[name], {"x": list(X.shape)}, output, constants, expected.shape)
+    lower_opset(model, 13, "model")
+    onnx.checker.check_model(model, full_check=True)
+    assert model.opset_import[0].version == 13
+    np.testing.assert_array_equal(run(model, {"x": X}), expected)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("node", [
+    helper.make_node("LayerNormalization", ["x", "scale"], ["y"], "late"),  # from opset 17 on
+    helper.make_node("Trilu", ["x"], ["y"], "late"),  # 14
+    helper.make_node("ReduceMean", ["x", "given"], ["y"], "late"),  # computed axes: 18
+    helper.make_node("ScatterND", ["x", "i", "u"], ["y"], "late", reduction="add"),  # 16
+])  # fmt: skip
+def test_node_of_a_later_opset_is_an_error_with_its_name(node):
+    model = graph_of([node], {"x": [2, 3]}, "y")
+    with raises_code("opset-too-low", InputError) as error:
+        lower_opset(model, 13, "model")
+    assert "'late'" in str(error.value)
+    assert error.value.setting == "opset"
+
+
+@pytest.mark.quick
+def test_layer_norm_of_elementwise_operators_equals_torch():
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(6, eps=1e-3), torch.randn(2, 3, 6)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    expected = norm(x)
+    with elementwise_layer_norms(norm, 16):
+        assert "forward" in vars(norm)
+        torch.testing.assert_close(norm(x), expected)
+    assert "forward" not in vars(norm)
+    with elementwise_layer_norms(norm, 17):
+        assert "forward" not in vars(norm)
+
+
+@pytest.mark.quick
+def test_operators_of_a_newer_opset_are_refused_where_an_old_one_was_set():
+    module = nn.Linear(2, 2)
+    with raises_code("opset-too-low", InputError):
+        required_opset(OnnxSettings(target="tensorrt", dtype="bf16", opset=17), module)
+    assert required_opset(OnnxSettings(target="tensorrt", dtype="bf16"), module) == 22
+    assert required_opset(OnnxSettings(target="tensorrt", opset=17), module) == 17
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        ({"opset": 17}, ["opset-too-low"]),
+        ({"opset": 18}, []),
+        ({"opset": 17, "generation_graph": False}, []),
+        ({"opset": 17, "target": "tensorrt"}, []),
+    ],
+)
+def test_generation_graph_needs_opset_18(settings, codes):
+    errors = Onnx.check_rows(OnnxSettings(**settings), "translation", {})
+    assert [error.code for error in errors] == codes

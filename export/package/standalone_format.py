@@ -23,6 +23,7 @@ from smelt.core.files import read_json_object, write_json
 from smelt.core.system import package_versions
 from smelt.data.labels import class_names, problem_type
 from smelt.data.tasks import task_traits
+from smelt.export.batch_dependence import DEPENDS_ON_BATCH
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.text_rules import read_prompt_template
@@ -297,6 +298,8 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     config = read_json_object(artifact.path / "config.json")
     task = artifact.manifest.task
     settings: dict[str, Any] = {"task": task, "threads": default_threads(artifact.manifest)}
+    if artifact.manifest.details.get(DEPENDS_ON_BATCH):
+        settings[DEPENDS_ON_BATCH] = True
     notes: list[str] = []
     if task_traits(task).modality == "image":
         return settings | {"images": image_settings(artifact)} | _class_settings(config), notes

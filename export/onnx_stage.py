@@ -20,6 +20,7 @@ from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
+from smelt.export.batch_dependence import DEPENDS_ON_BATCH, graphs_depend_on_batch
 from smelt.export.graph_files import read_graph, set_input_defaults, write_graph
 from smelt.export.settings import (
     OnnxSettings,
@@ -362,7 +363,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 16
+    version: ClassVar[int] = 17
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod
@@ -437,6 +438,7 @@ class Onnx(Stage[OnnxSettings]):
             backend: Any = parent.backend
             limit_weight_cache(backend.model, _CACHED_BYTES)
             _export(parent, src.path, settings, ctx)
+        ctx.details[DEPENDS_ON_BATCH] = graphs_depend_on_batch(sorted(ctx.out.glob("*.onnx")))
         copy_tokenizer(src.path, ctx.out)
         if ctx.traits.modality != "image":
             add_tokenizer(src.path, ctx)

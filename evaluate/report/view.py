@@ -441,6 +441,12 @@ def sort_warnings(warnings: Iterable[Message]) -> list[Message]:
     return sorted(warnings, key=lambda message: message.code == _TRUNCATED_CODE)
 
 
+BATCH_DEPENDENCE_TEXT = (
+    "answers depend on the other samples of their batch, because int8 ranges are computed over all of them;"
+    " those of int8-static and int8-groupwise do not."
+)
+
+
 def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
     """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings.
 
@@ -469,6 +475,8 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
         ]
         if text := budget_text(step.details.get("budget")):
             entries.append((step.name, "info", text))
+        if step.details.get("depends_on_batch"):
+            entries.append((step.name, "info", BATCH_DEPENDENCE_TEXT))
         entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))

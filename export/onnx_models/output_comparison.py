@@ -25,6 +25,7 @@ from smelt.core.messages import Message, warning
 from smelt.core.system import IsolatedProcessError, run_isolated
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleArrays, SampleAxes
+from smelt.export.batch_dependence import DYNAMIC_QUANTIZE_PREFIX
 from smelt.export.onnx_models.graph_samples import (
     Feeds,
     batch_size_of,
@@ -357,7 +358,6 @@ COMPARED_SAMPLES = 8
 _WARN_DIFFERENCE = 1e-2  # of an output's standard deviation, root mean square
 _ROUNDING_DIFFERENCE = 2e-3  # of the output's magnitude; fp16 outputs with a large mean deviate by as much
 _OTHERS = 0.25  # fraction of the integers: a choice between equal values may differ
-_DYNAMIC_QUANTIZE_PREFIX = "DynamicQuantize"  # rounding in these depends on all samples of a call by design
 
 
 def batch_dependence_warnings(
@@ -375,7 +375,7 @@ def batch_dependence_warnings(
         details: of the graph: its operators, those that draw random numbers.
     """
     operators = [*details.get("operators", {}), *details.get("inner_operators", {})]
-    rounds_by_call = any(name.startswith(_DYNAMIC_QUANTIZE_PREFIX) for name in operators)
+    rounds_by_call = any(name.startswith(DYNAMIC_QUANTIZE_PREFIX) for name in operators)
     if (
         signature.fixed_batch_size is not None
         or details.get("random")

@@ -12,6 +12,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
 from smelt.data.tasks import ALL_TASKS, Task, task_traits
+from smelt.export.batch_dependence import DEPENDS_ON_BATCH, depends_on_batch
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
 from smelt.export.onnx_models.normalize_graph import (
     copy_graphs,
@@ -76,7 +77,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     source: ClassVar[str] = (
         "onnxruntime.quantization, https://onnxruntime.ai/docs/performance/model-optimizations"
     )
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     imported_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
@@ -265,6 +266,7 @@ def _report(src: Artifact, paths: list[Path], settings: QuantizeOnnxSettings, ct
         )
         ctx.warn("matrices-kept-float", f"{float_message}. {reason}")
     ctx.details.update(nodes=operators.total(), operators=dict(operators.most_common()))
+    ctx.details[DEPENDS_ON_BATCH] = any(map(depends_on_batch, models))
     before, after = (sum(graph_bytes(folder / path.name) for path in paths) for folder in (src.path, ctx.out))
     if after > before + _SLACK_BYTES:
         float_models = [read_graph(path, values=False) for path in paths]

@@ -22,6 +22,7 @@ from smelt.core.errors import InputError, MissingDependencyError
 from smelt.core.files import read_json_object, write_json
 from smelt.core.system import package_versions
 from smelt.data.tasks import task_traits
+from smelt.export.batch_dependence import DEPENDS_ON_BATCH
 from smelt.export.package.package_format import TEXT_GRAPHS, PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.text_rules import read_prompt_template
@@ -305,6 +306,8 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         "threads": default_threads(artifact.manifest),
         **spec.package_settings(config, artifact.path),
     }
+    if artifact.manifest.details.get(DEPENDS_ON_BATCH):
+        settings[DEPENDS_ON_BATCH] = True
     if task_traits(task).modality == "image":
         settings["images"] = image_settings(artifact)
         return settings, notes

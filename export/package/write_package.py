@@ -15,7 +15,7 @@ import secrets
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ from smelt.core.files import (
     sha256_of,
 )
 from smelt.core.locks import STALE_AFTER_S, heartbeat, is_active
-from smelt.core.messages import Message, escape_controls, with_article
+from smelt.core.messages import Message, escape_controls, warning, with_article
+from smelt.export.batch_dependence import DEPENDS_ON_BATCH
 from smelt.export.package.package_format import PackageFormat, PackageOrigin, UsageNotes
 from smelt.export.settings import FIXED_SIZES
 
@@ -344,15 +345,28 @@ def write_package(
         InputError: `out` exists and is not empty, or cannot be written; or the artifact does not fit.
         RunError: the disk is full, or the result is not correct.
     """
+    warnings = tuple(_batch_warnings(artifact))
     with atomic_folder(out) as folder:
         usage_notes = package_format.write(artifact, origin, folder)
+        usage_notes = replace(usage_notes, notes=(*usage_notes.notes, *(one.message for one in warnings)))
         text = make_readme(package_format, artifact, origin, usage_notes, folder, out.absolute().name)
         (folder / README_FILE).write_text(text, encoding="utf-8")
         if package_format.is_artifact:
             _write_manifest(artifact, folder)
         _write_checksums(folder)
         size = folder_size(folder)
-    return WrittenPackage(out, usage_notes, size, origin.warnings)
+    return WrittenPackage(out, usage_notes, size, (*origin.warnings, *warnings))
+
+
+def _batch_warnings(artifact: Artifact) -> Iterator[Message]:
+    """Yield a warning if the artifact's answers depend on the other samples of their batch."""
+    if artifact.manifest.details.get(DEPENDS_ON_BATCH):
+        yield warning(
+            "answers-depend-on-batch",
+            "Answers depend on the other samples of their batch, because int8 ranges are computed over all of"
+            " them. Where a batch holds inputs of several users, quantize with int8-static or"
+            " int8-groupwise, or pass one sample per call.",
+        )
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:

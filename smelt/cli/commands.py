@@ -116,6 +116,7 @@ def executor_option(command: Any) -> Any:
 @click.option("--task", help="Task, if the model's family supports several.")
 @sample_options
 @click.option("--fast", is_flag=True, help="Propose stronger compression with longer training.")
+@click.option("--serve", is_flag=True, help="Propose int8 whose answers do not depend on other requests.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(
     model: str,
@@ -126,6 +127,7 @@ def init(
     source_language: str | None,
     target_language: str | None,
     fast: bool,
+    serve: bool,
     force: bool,
 ) -> None:
     """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
@@ -134,15 +136,13 @@ def init(
 
     _require_task(task)
     column_names = parse_columns(columns).model_dump(exclude_unset=True)
-    options = InitOptions(task, column_names, (source_language, target_language), fast)
+    options = InitOptions(task, column_names, (source_language, target_language), fast, serve)
     text, path = init_recipe(model, data, out, task, force, options)
     if path is None:
         print_result(text.removesuffix("\n"))
         return
-    print_summary(f"Wrote {path}.")
-    if not data:
-        print_summary("Set your files under data in the recipe.")
-    print_summary(f"Next: smelt plan {path}")
+    hint = "" if data else "\nSet your files under data in the recipe."
+    print_summary(f"Wrote {path}.{hint}\nNext: smelt plan {path}")
 
 
 @click.command(short_help="Make a model smaller or faster, within a loss.")

@@ -79,6 +79,8 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("grace", 8, int_option(0), "seconds to finish requests in flight after SIGTERM")
     options = parser.parse_args(words)
     options.task, options.model_class = config["task"], config["class"]
+    shares_batches = options.max_batch > 1 and not options.separate_requests
+    options.depends_on_requests = shares_batches and config.get("depends_on_batch", False)
     options.workers = options.workers or max(1, available_cores() // options.threads)
     return options
 
@@ -129,6 +131,9 @@ def main() -> int:
         signal.signal(signal_number, stop)  # uvicorn raises the signal again when it has stopped
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
+    if options.depends_on_requests:
+        text = "note: answers depend on other requests in their batch; --separate-requests 1 avoids that"
+        print(text, file=sys.stderr, flush=True)
     # it prints the second line
     threading.Thread(target=load_model, args=(service, server), daemon=True).start()
     server.run([listener])

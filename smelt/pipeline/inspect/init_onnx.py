@@ -52,6 +52,7 @@ def onnx_recipe_text(
     path: Path,
     base: Path,
     columns: Mapping[str, str] | None = None,
+    serve: bool = False,
 ) -> str:
     """Return a recipe with comments for the ONNX model `model` that `smelt plan` accepts.
 
@@ -63,6 +64,7 @@ def onnx_recipe_text(
         path: the recipe's file, as in the command.
         base: the folder that paths in the recipe are relative to.
         columns: columns of text samples by role; the others are inferred.
+        serve: propose int8 whose answers do not depend on the other samples of their batch.
 
     Raises:
         InputError: the graph is not supported, or the data is invalid.
@@ -112,7 +114,7 @@ def onnx_recipe_text(
         )
     )
     calibrated = data_info is None or bool({"calibration", "validation", "train"} & set(splits))
-    stages = list(_quantization_lines(onnx_model, inferred_task, calibrated))
+    stages = list(_quantization_lines(onnx_model, inferred_task, calibrated, serve))
     lines += ["stages:", "  - simplify: {}    # used only if the outputs are the same", *stages]
     if has_calls:
         lines += [
@@ -217,14 +219,14 @@ def _yaml_quoted(name: str) -> str:
     return json.dumps(name)
 
 
-def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> Iterator[str]:
+def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool, serve: bool) -> Iterator[str]:
     """Yield the quantization steps, or a comment why there is none.
 
     Only int8-static quantizes convolutions. For transformers it loses more quality than int8-dynamic (MiniLM
     0.89 points of Spearman instead of 0.16: docs/measurements/int8-static.md), and it keeps recurrent layers
     and the bodies of If, Loop and Scan float (`_MAX_FLOAT_SHARE`). Where the proposed scheme quantizes less
     than half of the weights, int8-weight-only is proposed too, which also stores convolutions in bodies, GRU
-    and RNN in int8.
+    and RNN in int8. To serve, int8-dynamic is not proposed, whose ranges are those of a batch.
     """
     details = onnx_model.details
     if details.get("codes"):
@@ -244,8 +246,8 @@ def _quantization_lines(onnx_model: OnnxModel, task: Task, calibrated: bool) -> 
     if static and not calibrated and not products:
         yield f"  # - quantize-onnx: {{scheme: {STATIC_SCHEME}}}    # with data: {{calibration: FILE}}"
         return
-    is_static = static and calibrated
-    covered = sum(outer[name] for name in _STATIC_OPERATORS) if is_static else products
+    is_static = (static or serve) and calibrated
+    covered = sum(outer[name] for name in _STATIC_OPERATORS) if is_static else 0 if serve else products
     if covered:
         yield f"  - quantize-onnx: {{scheme: {STATIC_SCHEME if is_static else DEFAULT_SCHEME}}}"
         yield "    name: int8"

@@ -49,13 +49,14 @@ class InitOptions:
     """Options of `smelt init`.
 
     columns: by role. languages: source and target of multilingual models. fast: propose stronger compression
-    with longer training.
+    with longer training. serve: propose int8 whose answers do not depend on the others of their batch.
     """
 
     task: Task | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
     fast: bool = False
+    serve: bool = False
 
 
 def inspect_machine() -> MachineInfo:
@@ -116,7 +117,14 @@ def init_recipe(
         )
     base = (path.parent if path is not None else Path()).resolve()
     text = recipe_text(
-        model, model_info, data_info, inspect_machine(), base, path or Path("RECIPE.yaml"), options.fast
+        model,
+        model_info,
+        data_info,
+        inspect_machine(),
+        base,
+        path or Path("RECIPE.yaml"),
+        options.fast,
+        options.serve,
     )
     if data_info:
         _require_valid_plan(text, base / (path or Path("RECIPE.yaml")).name)
@@ -149,7 +157,9 @@ def _init_onnx_recipe(
             code="out-exists",
         )
     base = (path.parent if path is not None else Path()).resolve()
-    text = onnx_recipe_text(model, data, task, path or Path("RECIPE.yaml"), base, options.columns)
+    text = onnx_recipe_text(
+        model, data, task, path or Path("RECIPE.yaml"), base, options.columns, options.serve
+    )
     if data:
         _require_valid_plan(text, base / (path or Path("RECIPE.yaml")).name)
     if path is not None:
@@ -214,6 +224,7 @@ def recipe_text(
     base: Path,
     path: Path,
     fast: bool = False,
+    serve: bool = False,
 ) -> str:
     """Return the recipe as YAML with comments. base: the folder that its paths are relative to."""
     splits = data.splits if data else _PLACEHOLDERS
@@ -231,7 +242,7 @@ def recipe_text(
         quantized_model_steps(model_info, machine, train)
         if model_info.quantization
         else propose_steps(
-            model_info, machine, train, fast, num_rows, selection_metric, "calibration" in splits
+            model_info, machine, train, fast, num_rows, selection_metric, "calibration" in splits, serve
         )
     )
     steps = list(candidates)

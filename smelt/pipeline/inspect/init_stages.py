@@ -64,6 +64,7 @@ def propose_steps(
     rows: int = MIN_SHORTLIST_ROWS,
     selection_metric: str = "",
     calibration: bool = False,
+    serve: bool = False,
 ) -> Iterator[ProposedStep]:
     """Yield the proposed steps for the task.
 
@@ -75,7 +76,9 @@ def propose_steps(
         rows: number of training samples, as far as they were counted.
         selection_metric: metric that selects checkpoints; empty without validation data.
         calibration: whether there are calibration samples; they are used where there are none for training.
+        serve: propose int8 without answers that depend on the other samples of their batch.
     """
+    scheme = _int8_scheme(train or calibration, serve)
     convolutional = no_blocks_reason(model_info.config) is not None  # convolutions are not quantized
     steps: Iterator[ProposedStep]
     if train:
@@ -84,12 +87,25 @@ def propose_steps(
             _fast_steps(model_info, rows, selection_metric) if is_fast else _training_steps(model_info, rows)
         )
         int8_source = "" if convolutional else "tuned" if model_info.needs_classifier else MODEL_STEP
-        steps = itertools.chain(training_steps, _export_steps(machine, convolutional, "small", int8_source))
+        steps = itertools.chain(
+            training_steps, _export_steps(machine, convolutional, "small", scheme, int8_source)
+        )
     else:
-        steps = _training_free_steps(model_info.task, machine, convolutional, calibration)
+        steps = _training_free_steps(model_info.task, machine, convolutional, calibration, scheme)
     for step in steps:
         if model_info.task in load_stage(step.stage).tasks:
             yield step
+
+
+def _int8_scheme(has_samples: bool, serve: bool) -> str:
+    """Return the int8 scheme; has_samples: whether there are some to calibrate on.
+
+    Of the schemes without ranges over a batch the static one is as fast as the default
+    (docs/measurements/int8-static.md); the one in groups is slower from 8 rows on (int8-groupwise.md).
+    """
+    if not serve:
+        return DEFAULT_SCHEME
+    return STATIC_SCHEME if has_samples else SCHEMES_BY_BITS[8].name
 
 
 def _classifier_training(model_info: ModelInfo) -> Iterator[ProposedStep]:
@@ -202,20 +218,20 @@ def layer_counts(model_info: ModelInfo) -> dict[str, int]:
 
 
 def _training_free_steps(
-    task: Task, machine: MachineInfo, convolutional: bool, calibration: bool
+    task: Task, machine: MachineInfo, convolutional: bool, calibration: bool, scheme: str
 ) -> Iterator[ProposedStep]:
     """Yield exports and quantization: nothing restores the quality that pruning or low ranks lose."""
     if convolutional:
         settings = "{method: tucker, energy: 0.9}"
         yield ProposedStep("factorize", settings, "with training samples, add distill after it", "small")
-        yield from _export_steps(machine, convolutional, "small")
+        yield from _export_steps(machine, convolutional, "small", scheme)
         return
-    yield from _export_steps(machine, convolutional, MODEL_STEP)
+    yield from _export_steps(machine, convolutional, MODEL_STEP, scheme)
     four_bits = SCHEMES_BY_BITS[4].name
     if not calibration:
         settings, name = f"{{scheme: {four_bits}, clip: mse}}", four_bits
         comment = "4-bit weights in clipped ranges; a calibration file improves them"
-    elif task_traits(task).generates:
+    elif task_traits(task).generates or scheme == STATIC_SCHEME:  # proposed above
         settings, name = f"{{scheme: {four_bits}, method: gptq}}", four_bits
         comment = "4-bit weights, rounded on calibration samples"
     else:
@@ -226,11 +242,11 @@ def _training_free_steps(
 
 
 def _export_steps(
-    machine: MachineInfo, convolutional: bool, source: str, int8_source: str = ""
+    machine: MachineInfo, convolutional: bool, source: str, scheme: str, int8_source: str = ""
 ) -> Iterator[ProposedStep]:
     """Yield the exports of the step `source`, which is the one before them, or the model.
 
-    int8_source: the step of a branch that is only quantized, if there is one.
+    scheme: of the quantized steps. int8_source: the step of a branch that is only quantized, if there is one.
     """
     comment = "for deployment on a CPU" if convolutional else "without quantization, for comparison"
     yield ProposedStep("onnx", "{target: ort-cpu}", comment, "onnx-fp32")
@@ -239,10 +255,11 @@ def _export_steps(
             "onnx", "{target: openvino}", "the same for OpenVINO", "openvino", source, optional=True
         )
     if not convolutional:
-        yield ProposedStep("quantize", f"{{scheme: {DEFAULT_SCHEME}}}", "int8 weights", "int8", source)
+        text = "int8 weights" if scheme == DEFAULT_SCHEME else "int8, no answer depends on its batch"
+        yield ProposedStep("quantize", f"{{scheme: {scheme}}}", text, "int8", source)
         yield ProposedStep("onnx", "{target: ort-cpu}", "for deployment on a CPU", "onnx-int8")
     if int8_source:  # often the smallest loss of quality
-        settings = f"{{scheme: {DEFAULT_SCHEME}}}"
+        settings = f"{{scheme: {scheme}}}"
         yield ProposedStep("quantize", settings, "only int8, for comparison", "int8-alone", int8_source)
         yield ProposedStep("onnx", "{target: ort-cpu}", "", "onnx-int8-alone")
     if machine.gpu or machine.tensorrt:

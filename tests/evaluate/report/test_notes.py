@@ -50,6 +50,17 @@ def test_note_reports_units_kept_by_budget(report):
     assert (name, "info", text) in view.report_notes(validate_report(report))
 
 
+def test_note_names_steps_whose_answers_depend_on_their_batch(report):
+    for step, depends in zip(report["steps"][1:3], (True, False), strict=True):
+        step["details"]["depends_on_batch"] = depends
+    [(name, text)] = [
+        (name, text) for name, kind, text in view.report_notes(validate_report(report)) if kind == "info"
+    ]
+    assert name == report["steps"][1]["name"]
+    assert text in render_markdown(report)
+    assert text in render_html(report)
+
+
 def test_gate_with_confidence_reports_judged_bound():
     gate = GateReport(
         metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True

@@ -51,6 +51,7 @@ def test_quantized_graph_is_close_to_float_graph(
     assert 0 < np.abs(actual - expected).mean() / expected.std() < 0.05
     assert (ctx.details["scheme"], ctx.details["foreign"]) == (settings["scheme"], True)
     assert 0 < ctx.details["parity"]["relative"] < 0.4
+    assert ctx.details["depends_on_batch"] is (settings["scheme"] == "int8-dynamic")
 
 
 def test_static_ranges_equal_calibration_ranges(tmp_path: Path) -> None:

@@ -85,6 +85,17 @@ def test_master_weights_are_not_packaged(artifact, tmp_path):
     assert MASTER_WEIGHTS_FILE not in (package_info.folder / "SHA256SUMS").read_text()
 
 
+@pytest.mark.parametrize("depends", [True, False])
+def test_package_warns_if_answers_depend_on_batch(artifact, tmp_path, depends):
+    details = artifact.manifest.details | {"depends_on_batch": depends}
+    dependent = replace(artifact, manifest=artifact.manifest.model_copy(update={"details": details}))
+    package_info = write_package(Copies(), dependent, ORIGIN, tmp_path / "mine")
+    codes = [message.code for message in package_info.warnings]
+    assert codes == ["answers-depend-on-batch"] * depends
+    readme = (package_info.folder / "README.md").read_text()
+    assert all(message.message in readme for message in package_info.warnings)
+
+
 def test_sha256sums_lists_every_file(package, tmp_path):
     lines = (package.folder / "SHA256SUMS").read_text().splitlines()
     options = {line[66:]: line[:64] for line in lines}

@@ -59,6 +59,29 @@ def test_scheme_matches_operators_of_graph(
     assert scheme(written(layers(*operators), tmp_path)) == expected
 
 
+@pytest.mark.parametrize(("names", "expected"), [
+    (("test", "calibration"), "int8-static"), (("test",), "int8-weight-only"),
+])  # fmt: skip
+def test_scheme_to_serve_has_no_ranges_of_a_batch(
+    names: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["embedded"], "gather"),
+        helper.make_node("MatMul", ["embedded", "table"], ["last_hidden_state"], "product"),
+    ]
+    table = numpy_helper.from_array(np.ones((4, 4), np.float32), "table")
+    ids = [graphs.value_info("input_ids", ["N", "L"], TensorProto.INT64)]
+    model = graphs.make_model(nodes, ids, [graphs.value_info("last_hidden_state", ["N", "L", 4])], [table])
+    for name in ("config.json", "modules.json"):
+        (tmp_path / name).write_text("{}" if name == "config.json" else "[]")
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    path = graphs.save_model(model, tmp_path / "m.onnx")
+    data = [tmp_path / f"{name}.jsonl" for name in names]
+    text = onnx_recipe_text(str(path), data, None, Path("m.yaml"), tmp_path, serve=True)
+    assert scheme(YAML(typ="safe").load(text)) == expected
+
+
 def choice(inside: list[Any], weights: dict[str, Any]) -> Any:
     """Return a graph of a convolution with the output `h`, and an If with the nodes `inside`."""
     outer = helper.make_node("Conv", ["x", "conv"], ["h"], "outer", pads=[1, 1, 1, 1])

@@ -12,7 +12,13 @@ from smelt.core.messages import message_codes
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.inspect import machine
 from smelt.pipeline.inspect.data_files import inspect_data
-from smelt.pipeline.inspect.init_recipe import MachineInfo, _yaml_scalar, init_recipe, recipe_text
+from smelt.pipeline.inspect.init_recipe import (
+    InitOptions,
+    MachineInfo,
+    _yaml_scalar,
+    init_recipe,
+    recipe_text,
+)
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
@@ -110,6 +116,29 @@ def test_model_without_training_samples_is_only_quantized(
     reads = "calibration" in few_bits.needs
     assert (few_bits.name, reads) == (calibrated if with_calibration else "int4", with_calibration)
     assert {plan.step(name).parent for name in ("onnx-fp32", "int8", few_bits.name)} == {"model"}
+
+
+@pytest.mark.parametrize(("family", "task"), [
+    ("bert", "text-classification"), ("marian", "translation"), ("llama", "language-modeling"),
+])  # fmt: skip
+@pytest.mark.parametrize(("files", "expected"), [
+    (("train", "dev", "test"), "int8-static"), (("unlabeled", "test"), "int8-static"),
+    (("test",), "int8-groupwise"),
+])  # fmt: skip
+def test_recipe_to_serve_has_no_ranges_of_a_batch(tmp_path, models, family, task, files, expected):
+    folder = _data(tmp_path / "rows", task)
+    [test] = folder.glob("*test*")
+    if "unlabeled" in files:
+        test.with_name(f"unlabeled{test.suffix}").write_text(test.read_text())
+    data = [path for path in folder.iterdir() if any(name in path.name for name in files)]
+    options = InitOptions(task, serve=True)
+    _, path = init_recipe(str(models[family]), data, str(tmp_path / "r.yaml"), task, options=options)
+    plan = load_plan(path)
+    schemes = {step.name: step.settings.scheme for step in plan.steps if step.stage == "quantize"}
+    assert schemes.pop("int8") == expected
+    assert "int8-dynamic" not in schemes.values()
+    artifacts = [(step.parent, step.stage, step.settings.model_dump_json()) for step in plan.steps]
+    assert len(set(artifacts)) == len(artifacts)  # none is built and scored twice
 
 
 def test_classifier_is_calibrated_on_plain_text(tmp_path, models):

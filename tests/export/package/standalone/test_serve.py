@@ -326,3 +326,14 @@ def test_metrics_are_read_by_prometheus(service):
     sums = [sample for sample in metrics["smelt_batch_seconds"].samples if sample.name.endswith("_sum")]
     assert sums[0].value > 0
     assert service.metric("smelt_requests_in_flight") == 1
+
+
+@pytest.mark.parametrize(("words", "notes"), [
+    ((), True), (("--separate-requests", "1"), False), (("--max-batch", "1"), False),
+])  # fmt: skip
+def test_service_notes_answers_that_depend_on_other_requests(tmp_path, monkeypatch, words, notes):
+    monkeypatch.setattr(serve, "MODEL_FOLDER", tmp_path)
+    for depends in (True, False):
+        settings = {"task": "translation", "depends_on_batch": depends}
+        (tmp_path / "infer.json").write_text(json.dumps(settings))
+        assert serve.parse_options(list(words)).depends_on_requests is (depends and notes)

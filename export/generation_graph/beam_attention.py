@@ -4,7 +4,8 @@ Cross-attention: keys and values of a sentence are not repeated for its beams.
 
 Self-attention: a sentence has one cache with the keys and values of all its beams, in the order in which they
 were computed. Each beam sees only those of its own text; a bias excludes the others. So when beams change
-places, a small table is reordered, and the caches, which are copied otherwise, are not.
+places, a small table is reordered, and the caches, which are copied otherwise, are not. When sentences are
+removed from the batch, so are keys that no beam reads any more.
 
     now    = the bias of this step: those of earlier steps, and each beam's own new key    float32 [B, N, T]
     next   = rows of `now`, those of the parents                                           float32 [B, N, T]
@@ -93,6 +94,46 @@ def add_new_keys(b: GraphBuilder, table: str, own: str) -> str:
     both = b.op("Concat", beams, beams, axis=0)
     new = b.op("Slice", own, b.const([0, 0]), both, b.const([1, 2]))
     return b.op("Concat", table, new, axis=2)
+
+
+def keep_read_keys(
+    b: GraphBuilder, table: str, caches: Sequence[str], heads: Sequence[int], sentences: str
+) -> list[str]:
+    """Return table and caches of some sentences, without keys that no beam reads any more.
+
+    A sentence whose beams read fewer keys than those of another keeps some more.
+
+    Args:
+        b: a graph around the steps.
+        table: [B, N, T].
+        caches: [B, H, T, d].
+        heads: H of each cache.
+        sentences: int64 [n], their indices.
+    """
+    rows = b.op("Gather", table, sentences, axis=0)
+    best = b.op("ReduceMax", rows, b.const([1]), keepdims=0)
+    is_read = b.cast(b.op("Equal", best, b.const(0, np.float32)), np.int64)
+    # a maximum of no sentences does not exist
+    counts = b.op("Concat", b.op("ReduceSum", is_read, b.const([1]), keepdims=0), b.const([0]), axis=0)
+    most = b.op("ReduceMax", counts, b.const([0]), keepdims=1)
+    _, index = b.ops("TopK", best, most, outputs=2, axis=1)  # of equal ones the first
+    beams = b.op("Concat", b.op("Shape", rows, start=0, end=2), b.const([1]), axis=0)
+    by_beam = b.op("Expand", b.op("Unsqueeze", index, b.const([1])), beams)
+    places: dict[int, str] = {}
+    kept = []
+    for cache, count in zip(caches, heads, strict=True):
+        if count not in places:
+            places[count] = _places(b, sentences, index, count, b.dimension(table, 2))
+        keys = b.op("Reshape", cache, b.op("Concat", b.const([-1]), b.op("Shape", cache, start=3), axis=0))
+        kept.append(b.op("Gather", keys, places[count], axis=0))
+    return [b.op("GatherElements", rows, by_beam, axis=2), *kept]
+
+
+def _places(b: GraphBuilder, sentences: str, index: str, heads: int, length: str) -> str:
+    """Return int64 [n, H, k]: the places in [B H T] of the keys int64 [n, k] of n `sentences`."""
+    first_head = b.op("Mul", b.op("Unsqueeze", sentences, b.const([1, 2])), b.const(heads))
+    head = b.op("Add", first_head, b.const(np.arange(heads)[None, :, None]))
+    return b.op("Add", b.op("Mul", head, length), b.op("Unsqueeze", index, b.const([1])))
 
 
 class BeamQueries:

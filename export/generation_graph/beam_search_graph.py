@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.generation_graph.beam_attention import own_keys
+from smelt.export.generation_graph.beam_attention import keep_read_keys, own_keys
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphLevel,
@@ -270,7 +270,8 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         unfinished = b.op(
             "Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, beam_values))), b.const([0])
         )
-        next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared, *sentence_state)]
+        next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
+        next_values += _keep_sentences(b, source, sentence_state, unfinished)
         beam_rows = b.op(
             "Add",
             b.op("Mul", b.op("Unsqueeze", unfinished, b.const([1])), search.num_beams),
@@ -286,6 +287,14 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     # attention and reshapes fail on a batch without rows, so it runs no step
     max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
     return b.loop("phases", max_trips, loop_values, phase)[1]
+
+
+def _keep_sentences(b: GraphBuilder, source: StepModel, state: Sequence[str], sentences: str) -> list[str]:
+    """Return the sentence state of the `sentences` int64 [n]."""
+    if not state:
+        return []
+    heads = [value.shape[1] or 0 for value in source.sentence_state[1:]]
+    return keep_read_keys(b, state[0], state[1:], heads, sentences)
 
 
 @dataclass(frozen=True)

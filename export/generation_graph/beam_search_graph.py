@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from smelt.export.generation_graph.beam_attention import keep_read_keys, own_keys
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphLevel,
@@ -25,7 +26,7 @@ from smelt.export.generation_graph.graph_builder import (
     scatter_to_vocabulary,
     step_rule,
 )
-from smelt.export.generation_graph.step_model import StepModel
+from smelt.export.generation_graph.step_model import SentenceState, StepModel
 
 EXCLUDED_SCORE = -1e9
 """The score of excluded candidates."""
@@ -135,7 +136,10 @@ class BeamStep:
         return b.op("Reshape", sums, batch.flat_shape)
 
     def select_candidates(self, totals: str, now: BeamValues, logits: str) -> tuple[str, list[str], str, str]:
-        """Return whether all end, the parts of the next `Beams`, ids [R, 1], and each row's source row."""
+        """Return whether all end, the parts of the next `Beams`, ids [R, 1], and each beam's parent [B, N].
+
+        In the first step R = B: the parent is then the only row of the sentence.
+        """
         b, search, batch = self.b, self.search, self.batch
         scores, indices = b.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
         v = b.dimension(search.token_ids, 0) if search.token_ids else b.const(search.vocabulary)
@@ -143,7 +147,7 @@ class BeamStep:
         tokens = b.op("Gather", search.token_ids, tokens, axis=0) if search.token_ids else tokens
         candidates = b.op(
             "Concat",
-            self._gather_texts(now.texts, source_beams),
+            self.gather_texts(now.texts, source_beams),
             b.op("Unsqueeze", tokens, b.const([2])),
             axis=2,
         )
@@ -153,19 +157,25 @@ class BeamStep:
         running_scores, order = b.ops(
             "TopK", self._exclude(scores, stop), search.num_beams, outputs=2, axis=1
         )
-        texts = self._gather_texts(candidates, order)
+        texts = self.gather_texts(candidates, order)
         parent_beams = b.op("GatherElements", source_beams, order, axis=1)
         finished = self._finished(now, candidates, scores, stop)
         improvable = b.op("And", now.improvable, self._could_improve(running_scores, finished))
         ids = b.op("Reshape", b.op("GatherElements", tokens, order, axis=1), b.const([-1, 1]))
         rows_per_text = b.op("Div", b.row_count(logits), batch.size)
-        source_rows = b.op("Min", parent_beams, b.op("Sub", rows_per_text, b.const([1])))
-        old = b.op(
-            "Reshape", b.op("Add", b.op("Mul", batch.places, rows_per_text), source_rows), b.const([-1])
-        )
-        return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, old
+        parents = b.op("Min", parent_beams, b.op("Sub", rows_per_text, b.const([1])))
+        return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, parents
 
-    def _gather_texts(self, texts: str, places: str) -> str:
+    def reorder(self, names: Sequence[str], parents: str, logits: str) -> list[str]:
+        """Return values [R, ...] with the rows of the `parents` [B, N], of which there are as many as `logits`."""
+        if not names:
+            return []
+        b, batch = self.b, self.batch
+        rows_per_text = b.op("Div", b.row_count(logits), batch.size)
+        rows = b.op("Reshape", b.op("Add", b.op("Mul", batch.places, rows_per_text), parents), b.const([-1]))
+        return [b.op("Gather", name, rows, axis=0) for name in names]
+
+    def gather_texts(self, texts: str, places: str) -> str:
         """Return [B, K, T]: the texts of [B, N, T] at the indices [B, K]."""
         return self.b.op("GatherND", texts, self.b.op("Unsqueeze", places, self.b.const([2])), batch_dims=1)
 
@@ -185,7 +195,7 @@ class BeamStep:
         best, order = b.ops("TopK", all_scores, search.num_beams, outputs=2, axis=1)
         texts = b.op("Concat", b.op("Concat", now.finished, batch.padding, axis=2), candidates, axis=1)
         ended = b.op("Concat", now.ended, b.op("Not", not_ended), axis=1)
-        return [self._gather_texts(texts, order), best, b.op("GatherElements", ended, order, axis=1)]
+        return [self.gather_texts(texts, order), best, b.op("GatherElements", ended, order, axis=1)]
 
     def _could_improve(self, going: str, finished: Sequence[str]) -> str:
         """Return bool [B, 1]: whether the best running beam may still beat the worst finished text."""
@@ -241,6 +251,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         LoopCarried("places", b.op("Range", b.const(0), count, b.const(1)), np.int64, (None,)),
         *parts,
         *source.shared,
+        *source.sentence_state,
         LoopCarried("ids", source.ids, np.int64, (None, None)),
         *source.caches,
         *source.extra_state,
@@ -252,6 +263,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         shared, state = carried_values[: len(source.shared)], carried_values[len(source.shared) :]
         inner = _BeamPhase([root, GraphLevel(b)], source, search, num_steps, shared)
         is_done, texts, state = inner.add_loop([*parts, *loop_values[-len(state) :]], texts, state)
+        sentence_state, state = state[: len(source.sentence_state)], state[len(source.sentence_state) :]
         beam_values = BeamValues(*texts)
         steps_taken = b.op("Sub", b.dimension(beam_values.texts, 2), b.dimension(all_texts, 1))
         all_texts = _write_finished(b, all_texts, text_indices, beam_values.finished, steps_taken)
@@ -259,6 +271,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
             "Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, beam_values))), b.const([0])
         )
         next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
+        next_values += _keep_sentences(b, source, sentence_state, unfinished)
         beam_rows = b.op(
             "Add",
             b.op("Mul", b.op("Unsqueeze", unfinished, b.const([1])), search.num_beams),
@@ -274,6 +287,14 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     # attention and reshapes fail on a batch without rows, so it runs no step
     max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
     return b.loop("phases", max_trips, loop_values, phase)[1]
+
+
+def _keep_sentences(b: GraphBuilder, source: StepModel, state: Sequence[str], sentences: str) -> list[str]:
+    """Return the sentence state of the `sentences` int64 [n]."""
+    if not state:
+        return []
+    heads = [value.shape[1] or 0 for value in source.sentence_state[1:]]
+    return keep_read_keys(b, state[0], state[1:], heads, sentences)
 
 
 @dataclass(frozen=True)
@@ -297,10 +318,11 @@ class _BeamPhase:
         Args:
             carried: the values passed from step to step.
             texts: of `Beams`.
-            state: ids, caches and extra of the source.
+            state: of sentences, ids, caches and extra of the source.
         """
         source, b = self.source, self.levels[-1].builder
         batch = _batch_values(b, self.search, texts[0])
+        own = own_keys(b, batch.size, self.search.num_beams) if source.sentence_state else ""
         # when this many sentences are finished, they are removed
         min_finished = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
         min_finished = b.op("Squeeze", min_finished, b.const([0]))
@@ -310,24 +332,26 @@ class _BeamPhase:
         ]
 
         def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
-            beam_values, (_, ids, *carried_values) = BeamValues(*names[: len(texts)]), names[len(texts) :]
+            beam_values, (_, *carried_values) = BeamValues(*names[: len(texts)]), names[len(texts) :]
+            step = BeamStep(b, b.op("Add", count, self.before), self.search, batch)
+            sentences = SentenceState(step.count, own, carried_values[: len(source.sentence_state)])
+            ids, *carried_values = carried_values[len(source.sentence_state) :]
             caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
             step_outputs = source.add_step(
-                [*self.levels, GraphLevel(b)], ids, caches, extra_state, (1, self.shared), beams=True
+                [*self.levels, GraphLevel(b)], ids, caches, extra_state, (1, self.shared), sentences
             )
-            mask = extra_state[0] if source.mask else None
-            step = BeamStep(b, b.op("Add", count, self.before), self.search, batch)
-            totals = step.candidate_scores(step_outputs.logits, beam_values, mask)
-            is_done, next_values, ids, old = step.select_candidates(totals, beam_values, step_outputs.logits)
-            reordered = [
-                b.op("Gather", name, old, axis=0)
-                for name in (*step_outputs.caches, *step_outputs.extra_state)
-            ]
+            mask, logits = extra_state[0] if source.mask else None, step_outputs.logits
+            totals = step.candidate_scores(logits, beam_values, mask)
+            is_done, next_values, ids, parents = step.select_candidates(totals, beam_values, logits)
+            reordered = step.reorder([*step_outputs.caches, *step_outputs.extra_state], parents, logits)
+            sentence_state = step_outputs.sentence_state
+            if sentence_state:
+                sentence_state[0] = step.gather_texts(sentence_state[0], parents)
             num_finished = b.op(
                 "ReduceSum", b.cast(settled_sentences(b, BeamValues(*next_values)), np.int64), keepdims=0
             )
             should_continue = b.op("And", b.op("Less", num_finished, min_finished), b.op("Not", is_done))
-            return should_continue, [*next_values, is_done, ids, *reordered]
+            return should_continue, [*next_values, is_done, *sentence_state, ids, *reordered]
 
         is_done = LoopCarried("over", b.const(False, np.bool_), np.bool_, ())
         loop_inputs = [*initial_values[: len(texts)], is_done, *initial_values[len(texts) :]]

@@ -19,13 +19,19 @@ n = candidates per source token, C = remaining tokens, K = inputs of the layer, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from smelt.core.errors import RunError
+from smelt.export.generation_graph.beam_attention import (
+    BeamQueries,
+    add_new_keys,
+    cached_lengths,
+    empty_table,
+)
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphConstants,
@@ -263,11 +269,28 @@ def _remove_nodes(graph: Any, nodes: set[int]) -> Any:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """The results of a step. logits: float32 [R, V]; caches [R, H, P + S, d]; extra: for the next step."""
+    """The results of a step. logits: float32 [R, V]; caches [R, H, P + S, d]; extra: for the next step.
+
+    sentence_state: for the next step, see `SentenceState`; its table is not reordered yet.
+    """
 
     logits: str
     caches: list[str]
     extra_state: list[str]
+    sentence_state: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SentenceState:
+    """What a step of beam search reads of each sentence, of all its beams.
+
+    step: int64 scalar, the number of the step. own: float32 [B, N, N], see `own_keys`. values: names; of
+    `StepModel.sentence_state`.
+    """
+
+    step: str
+    own: str
+    values: Sequence[str]
 
 
 class StepModel(Protocol):
@@ -276,7 +299,8 @@ class StepModel(Protocol):
     ids: int64 [B, S], the first input. prompt: int64 [B, P], the start of each text. mask: int64 [B, P], 0
     where the prompt is padded; None if it never is. caches, extra_state: of each row; shared: of each
     sentence, constant over all steps. shortlist_ids: int64 [V], the token of each logit; None if the logits
-    are those of the whole vocabulary in order.
+    are those of the whole vocabulary in order. sentence_state: of each sentence in beam search: the table of
+    `beam_attention`, and caches that hold the keys of all beams; empty if there are none.
     """
 
     ids: str
@@ -286,10 +310,11 @@ class StepModel(Protocol):
     extra_state: list[LoopCarried]
     shared: list[LoopCarried]
     shortlist_ids: str | None
+    sentence_state: list[LoopCarried]
 
     def add_step(
         self, levels: Sequence[GraphLevel], ids: str, caches: Sequence[str], extra: Sequence[str],
-        shared: tuple[int, Sequence[str]], beams: bool,
+        shared: tuple[int, Sequence[str]], beams: SentenceState | None,
     ) -> StepOutputs:  # fmt: skip
         """Add one step to the last level.
 
@@ -299,7 +324,7 @@ class StepModel(Protocol):
             caches: names of this step's.
             extra: as caches.
             shared: the level of the shared values, and their names.
-            beams: whether consecutive rows belong to one sentence.
+            beams: the state of sentences, if consecutive rows belong to one sentence.
         """
 
 
@@ -309,7 +334,9 @@ class EncoderDecoderModel:
     mask: str | None = None
     shortlist_ids: str | None = None
     extra_state: list[LoopCarried] = []  # noqa: RUF012
+    sentence_state: list[LoopCarried] = []  # noqa: RUF012
     _head: ShortlistHead | None = None
+    _lengths: Sequence[str] = ()
 
     def __init__(self, root: GraphBuilder, encoder: Any, decoder: Any, start: str) -> None:
         """Add the encoder to `root`; `start` is int64 scalar, the start token."""
@@ -332,6 +359,15 @@ class EncoderDecoderModel:
         ]
         self.shared.append(LoopCarried("source_mask", "attention_mask", np.int64, (None, None)))
 
+    def share_caches(self, root: GraphBuilder) -> None:
+        """Keep one cache for all beams of a sentence, if the decoder's attention makes it possible."""
+        lengths = cached_lengths(self._decoder, [_past(name) for name in self._own])
+        if lengths is None:
+            return
+        table = empty_table(root, root.row_count("input_ids"))
+        self.sentence_state = [LoopCarried("own_keys", table, np.float32, (None, None, None)), *self.caches]
+        self.caches, self._lengths = [], lengths
+
     def use_shortlist(self, root: GraphLevel, folder: Path, vocabulary: int) -> None:
         """Restrict logits to the shortlist in `folder` for the batch.
 
@@ -346,28 +382,39 @@ class EncoderDecoderModel:
 
     def add_step(
         self, levels: Sequence[GraphLevel], ids: str, caches: Sequence[str], extra: Sequence[str],
-        shared: tuple[int, Sequence[str]], beams: bool,
+        shared: tuple[int, Sequence[str]], beams: SentenceState | None,
     ) -> StepOutputs:  # fmt: skip
         """Add one step; see `StepModel.add_step`."""
         level_index, values = shared
         names = [*self._cross, "encoder_attention_mask"]
         levels[level_index].names |= dict(zip(names, values[: len(names)], strict=True))
-        inner = levels[-1]
+        inner, table, bias = levels[-1], "", ""
+        if beams and beams.values:
+            table, caches = add_new_keys(inner.builder, beams.values[0], beams.own), beams.values[1:]
+            bias = inner.builder.op("Unsqueeze", table, inner.builder.const([1]))
+            length = inner.builder.op("Unsqueeze", beams.step, inner.builder.const([0]))
+            inner.names |= dict.fromkeys(self._lengths, length)
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
         hoist_nodes(self._decoder, levels, "decoder.")
         if beams:
             widths = [_width(value) for value in self.shared[: len(self._cross)]]
             outer = levels[level_index].builder
-            _share_attention_keys(
-                outer, inner.builder, outer.row_count(values[0]), dict(zip(values, widths, strict=False))
-            )
+            queries = BeamQueries(outer, inner.builder, outer.row_count(values[0]))
+            queries.share_keys(dict(zip(values, widths, strict=False)))
+            if table:
+                widths = [_width(value) for value in self.sentence_state[1:]]
+                queries.share_caches(dict(zip(caches, widths, strict=True)), bias)
+            queries.merge_reshapes()
         value_names = names_at(levels)
         logits = (
             value_names["logits"]
             if self._head is None
-            else self._shortlist_logits(levels, level_index, values[-1], beams)
+            else self._shortlist_logits(levels, level_index, values[-1], beams is not None)
         )
-        return StepOutputs(logits, [value_names[name] for name in self._own], [])
+        new_caches = [value_names[name] for name in self._own]
+        if table:
+            return StepOutputs(logits, [], [], [table, *new_caches])
+        return StepOutputs(logits, new_caches, [])
 
     def _shortlist_logits(
         self, levels: Sequence[GraphLevel], level_index: int, hidden: str, beams: bool
@@ -389,6 +436,7 @@ class DecoderOnlyModel:
     """A `StepModel` of a decoder-only model: the first step takes the whole prompt, padded on the left."""
 
     shared: list[LoopCarried] = []  # noqa: RUF012
+    sentence_state: list[LoopCarried] = []  # noqa: RUF012
     shortlist_ids: str | None = None
 
     def __init__(self, root: GraphBuilder, decoder: Any) -> None:
@@ -409,7 +457,7 @@ class DecoderOnlyModel:
 
     def add_step(
         self, levels: Sequence[GraphLevel], ids: str, caches: Sequence[str], extra: Sequence[str],
-        shared: tuple[int, Sequence[str]], beams: bool,
+        shared: tuple[int, Sequence[str]], beams: SentenceState | None,
     ) -> StepOutputs:  # fmt: skip
         """Add one step; see `StepModel.add_step`."""
         inner, builder = levels[-1], levels[-1].builder
@@ -432,32 +480,6 @@ class DecoderOnlyModel:
             [value_names[f"present.{name.removeprefix('past_key_values.')}"] for name in self._past],
             next_state,
         )
-
-
-def _share_attention_keys(
-    outer: GraphBuilder, inside: GraphBuilder, batch: str, keys: Mapping[str, int]
-) -> None:
-    """Make the rows of one sentence queries of one attention over its keys, which are not repeated.
-
-    A query [R, 1, H d] becomes [B, R / B, H d]; rows of beams are consecutive. `batch`: int64 [1], B, a value
-    of `outer`. `keys`: H d by name.
-    """
-    from onnx import helper
-
-    widths = dict.fromkeys(keys.values())
-    together = {width: outer.op("Concat", batch, outer.const([-1, width]), axis=0) for width in widths}
-    original_nodes, nodes = list(inside.nodes), inside.nodes
-    nodes.clear()
-    shapes = {width: inside.const([-1, 1, width]) for width in widths}
-    for node in original_nodes:
-        width = keys.get(node.input[1]) if node.op_type == "MultiHeadAttention" else None
-        if width is None:
-            nodes.append(node)
-            continue
-        query, out = node.input[0], node.output[0]
-        node.input[0], node.output[0] = inside.new_name("queries"), inside.new_name("attended")
-        nodes.append(helper.make_node("Reshape", [query, together[width]], [node.input[0]]))
-        nodes.extend([node, helper.make_node("Reshape", [node.output[0], shapes[width]], [out])])
 
 
 def _width(keys: LoopCarried) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from smelt.core.errors import ParityError
+from smelt.export.generation_graph.beam_attention import MAX_JOINT_BEAMS
 from smelt.export.generation_graph.beam_search_graph import BEAM_SEARCH_INPUTS, add_beam_search
 from smelt.export.generation_graph.graph_builder import (
     GENERATION_INPUTS,
@@ -143,7 +144,7 @@ def _add_inner_loop(
         caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
         rule = step_rule(b, search.rules, b.op("Add", count, step), search.rule_biases)
         step_outputs = source.add_step(
-            [*levels, GraphLevel(b)], ids, caches, extra_state, (1, shared), beams=False
+            [*levels, GraphLevel(b)], ids, caches, extra_state, (1, shared), beams=None
         )
         scores = add_to_logits(b, step_outputs.logits, rule.biases)
         mask = extra_state[0] if source.mask else None
@@ -244,6 +245,8 @@ def compose_generation_graph(
     else:
         inputs = inputs | {START_TOKEN_INPUT: (np.int64, ())}
         source = translator = EncoderDecoderModel(b, encoder.graph, decoder.graph, START_TOKEN_INPUT)
+        if beams and defaults["num_beams"] <= MAX_JOINT_BEAMS:
+            translator.share_caches(b)
         if shortlist is not None:
             translator.use_shortlist(root, shortlist, vocabulary)
     sequences = (

@@ -464,7 +464,7 @@ def _name_logits_dimension(graph: Any) -> None:
                 dimension.dim_param = "num_logits"
 
 
-# operators that may be between two matrix multiplications, for any shape
+# operators that compute each number by itself
 _ELEMENTWISE = frozenset({"Relu", "Gelu", "Tanh", "Sigmoid"})
 
 
@@ -493,7 +493,7 @@ def fuse_biases(model: Any) -> int:
             continue
         if name in pairs:
             flat_values.append_gemm(node, *pairs[name])
-        elif node.op_type in _ELEMENTWISE and flat_values.is_flat(node.input[0]):
+        elif flat_values.is_row_wise(node):
             flat_values.append_flat(node)
         else:
             flat_values.append(node)
@@ -513,9 +513,17 @@ class _FlatValues:
         self._flat: dict[str, tuple[str, int]] = {}  # a value's name -> its name as [R, N], and N
         self._waiting: set[str] = set()  # values that no node has read as [R, 1, N] yet
 
-    def is_flat(self, name: str) -> bool:
-        """Return whether the value exists as [R, N]."""
-        return name in self._flat
+    def is_row_wise(self, node: Any) -> bool:
+        """Return whether a node's inputs exist as [R, N] and it computes each row by itself."""
+        from onnx import helper
+
+        flat = [self._flat.get(name) for name in node.input]
+        if node.op_type == "Add":  # another width would be broadcast
+            return flat[0] is not None and flat[1] is not None and flat[0][1] == flat[1][1]
+        if node.op_type == "LayerNormalization":
+            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            return flat[0] is not None and attributes.get("axis", -1) == -1 and len(node.output) == 1
+        return node.op_type in _ELEMENTWISE and flat[0] is not None
 
     def append_gemm(self, product: Any, add: Any, bias: str) -> None:
         """Replace a MatMul and an Add by a Gemm."""
@@ -534,9 +542,12 @@ class _FlatValues:
 
     def append_flat(self, node: Any) -> None:
         """Append a node that also works on [R, N]."""
-        source, name = node.input[0], node.output[0]
-        flat, width = self._flat[source]
-        node.input[0], node.output[0] = flat, f"{name}.flat"
+        name = node.output[0]
+        width = self._flat[node.input[0]][1]
+        for index, source in enumerate(node.input):
+            if source in self._flat:
+                node.input[index] = self._flat[source][0]
+        node.output[0] = f"{name}.flat"
         self.nodes.append(node)
         self._flat[name] = (f"{name}.flat", width)
         self._waiting.add(name)

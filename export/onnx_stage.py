@@ -336,7 +336,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 16
+    version: ClassVar[int] = 17
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod

@@ -13,6 +13,7 @@ from smelt.export.generation_graph.beam_search_graph import (
     BeamStep,
     BeamValues,
     _batch_values,
+    _num_row_candidates,
     _search_values,
 )
 from smelt.export.generation_graph.graph_builder import GENERATION_INPUTS, GraphBuilder, value_info
@@ -93,3 +94,17 @@ def test_forced_token_is_the_only_candidate_of_each_text():
     best, indices = run_step(logits, scores, rule_biases=biases[None], forced_tokens=np.array([7]))
     np.testing.assert_array_equal(best[:, :BEAMS], np.sort(scores)[:, ::-1])
     np.testing.assert_array_equal(indices[:, :BEAMS], 7 + VOCABULARY * np.argsort(-scores, axis=1))
+
+
+def test_forced_rules_do_not_raise_the_number_of_row_candidates():
+    """Their rows exclude the whole vocabulary but one token: sorting so many takes ten times as long."""
+    biases = np.zeros((3, VOCABULARY), np.float32)
+    biases[0, 1:] = biases[1, :2] = -np.inf
+    b = GraphBuilder()
+    count = _num_row_candidates(b, b.const([CANDIDATES // 2]), VOCABULARY)
+    feeds = {"rule_biases": biases, "forced_tokens": np.array([0, -1, -1])}
+    inputs = [value_info(name, array.dtype, array.shape) for name, array in feeds.items()]
+    graph = b.graph("count", inputs, [value_info(count, np.int64, [1])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    (result,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    assert result.tolist() == [CANDIDATES // 2 + 2]

@@ -20,6 +20,7 @@ from smelt.export.generation_graph.graph_builder import (
     GraphLevel,
     LoopCarried,
     RuleTables,
+    StepRule,
     apply_history_rules,
     is_eos,
     prepare_rules,
@@ -53,7 +54,8 @@ class BeamSearchValues:
 
     token_ids: int64 [C], the token of each score; None if C is V. rule_biases: of the rules, float32
     [rules, C]. num_beams, num_candidates: int64 [1], N and K. beam_indices: int64 [N]. is_reserve: bool [K],
-    candidates that only continue.
+    candidates that only continue. num_row_candidates: int64 [1], K and the largest number of excluded tokens.
+    changes_order: bool scalar, whether scores change otherwise than by exclusion.
     """
 
     vocabulary: int
@@ -64,6 +66,8 @@ class BeamSearchValues:
     num_candidates: str
     beam_indices: str
     is_reserve: str
+    num_row_candidates: str
+    changes_order: str
 
 
 @dataclass(frozen=True)
@@ -89,15 +93,58 @@ class BeamStep:
         self.new = b.op("Add", count, b.const(1))  # tokens after the prompt, including this one
         self.out = b.const(EXCLUDED_SCORE, np.float32)
 
-    def candidate_scores(self, logits: str, now: BeamValues, mask: str | None) -> str:
-        """Return float32 [B, N * C]: the score of each text with each next token."""
-        b, search, batch = self.b, self.search, self.batch
+    def top_candidates(self, logits: str, now: BeamValues, mask: str | None) -> tuple[str, str]:
+        """Return the scores float32 [B, K] of the best candidates, and int64 [B, K], their indices in [N * C].
+
+        Unless rules depend on the text, each text's best tokens are selected first, so that rules and earlier
+        scores are added to few numbers. This gains little with a shortlist, and is then not done.
+        """
+        b, search = self.b, self.search
         scores = b.op("LogSoftmax", logits, axis=-1)
         rule = step_rule(b, search.rules, self.count, search.rule_biases)
+        forced = b.op("GreaterOrEqual", rule.forced_token(b), b.const(0))
+
+        def of_all(inside: GraphBuilder) -> list[str]:
+            totals = self._all_totals(inside, scores, now, mask, rule, forced)
+            return inside.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
+
+        if search.token_ids is not None:
+            best, indices = of_all(b)
+            return best, indices
+        needs_all = b.op("Or", forced, search.changes_order)
+        types = [(np.float32, (None, None)), (np.int64, (None, None))]
+        best, indices = b.if_else_values(
+            needs_all, of_all, lambda i: self._best_of_each_text(i, scores, now, rule), types
+        )
+        return best, indices
+
+    def _best_of_each_text(
+        self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule
+    ) -> list[str]:
+        """Return `top_candidates` if rules only exclude tokens."""
+        search, batch = self.search, self.batch
+        row_scores, tokens = b.ops("TopK", scores, search.num_row_candidates, outputs=2, axis=1)
+        ruled = b.op("Add", row_scores, b.op("Gather", rule.biases, tokens, axis=0))
+        by_beam = b.op("Concat", batch.size, b.const([-1]), search.num_row_candidates, axis=0)
+        totals = b.op("Add", b.op("Reshape", ruled, by_beam), b.op("Unsqueeze", now.scores, b.const([2])))
+        best, order = b.ops(
+            "TopK", b.op("Reshape", totals, batch.flat_shape), search.num_candidates, outputs=2, axis=1
+        )
+        # in the first step all beams have the tokens of one row
+        tokens = b.op("Expand", b.op("Reshape", tokens, by_beam), b.op("Shape", totals))
+        tokens = b.op("GatherElements", b.op("Reshape", tokens, batch.flat_shape), order, axis=1)
+        beams = b.op("Div", order, search.num_row_candidates)
+        return [best, b.op("Add", b.op("Mul", beams, b.const(search.vocabulary)), tokens)]
+
+    def _all_totals(
+        self, b: GraphBuilder, scores: str, now: BeamValues, mask: str | None, rule: StepRule, forced: str
+    ) -> str:
+        """Return float32 [B, N * C]: the score of each text with each next token."""
+        search, batch = self.search, self.batch
 
         def by_words(inside: GraphBuilder) -> str:
             # in the first step R = B: all beams are equal, so the first is used for all
-            rows = inside.row_count(logits)
+            rows = inside.row_count(scores)
             rows_per_text = inside.op("Div", rows, batch.size)
             texts = inside.op("Slice", now.texts, inside.const([0]), rows_per_text, inside.const([1]))
             table = inside.op("Concat", rows, inside.op("Shape", texts, start=2), axis=0)
@@ -125,7 +172,6 @@ class BeamStep:
                 lambda i: added(i, processed), np.float32, (None, None, None),
             )  # fmt: skip
 
-        forced = b.op("GreaterOrEqual", rule.forced_token(b), b.const(0))
         sums = b.if_else(
             forced,
             lambda i: i.op("Add", rule.biases, previous_scores),
@@ -135,13 +181,14 @@ class BeamStep:
         )
         return b.op("Reshape", sums, batch.flat_shape)
 
-    def select_candidates(self, totals: str, now: BeamValues, logits: str) -> tuple[str, list[str], str, str]:
+    def select_candidates(
+        self, scores: str, indices: str, now: BeamValues, logits: str
+    ) -> tuple[str, list[str], str, str]:
         """Return whether all end, the parts of the next `Beams`, ids [R, 1], and each beam's parent [B, N].
 
         In the first step R = B: the parent is then the only row of the sentence.
         """
         b, search, batch = self.b, self.search, self.batch
-        scores, indices = b.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
         v = b.dimension(search.token_ids, 0) if search.token_ids else b.const(search.vocabulary)
         source_beams, tokens = b.op("Div", indices, v), b.op("Mod", indices, v)
         tokens = b.op("Gather", search.token_ids, tokens, axis=0) if search.token_ids else tokens
@@ -341,8 +388,8 @@ class _BeamPhase:
                 [*self.levels, GraphLevel(b)], ids, caches, extra_state, (1, self.shared), sentences
             )
             mask, logits = extra_state[0] if source.mask else None, step_outputs.logits
-            totals = step.candidate_scores(logits, beam_values, mask)
-            is_done, next_values, ids, parents = step.select_candidates(totals, beam_values, logits)
+            scores, indices = step.top_candidates(logits, beam_values, mask)
+            is_done, next_values, ids, parents = step.select_candidates(scores, indices, beam_values, logits)
             reordered = step.reorder([*step_outputs.caches, *step_outputs.extra_state], parents, logits)
             sentence_state = step_outputs.sentence_state
             if sentence_state:
@@ -384,7 +431,19 @@ def _search_values(b: GraphBuilder, source: StepModel, vocabulary: int) -> BeamS
         b.op("Gather", "rule_biases", token_ids, axis=1) if token_ids else "rule_biases", n, num_candidates,
         beam_indices=b.op("Range", b.const(0), "num_beams", one_constant),
         is_reserve=b.op("GreaterOrEqual", candidate_index, n),
+        num_row_candidates=_num_row_candidates(b, num_candidates, vocabulary),
+        changes_order=b.op("Or", "text_rules", "renormalize_logits"),
     )  # fmt: skip
+
+
+def _num_row_candidates(b: GraphBuilder, num_candidates: str, vocabulary: int) -> str:
+    """Return int64 [1]: how many best tokens of a text include its K best ones that are not excluded."""
+    is_excluded = b.cast(b.op("Not", b.op("Equal", "rule_biases", b.const(0, np.float32))), np.int64)
+    by_rule = b.op("ReduceSum", is_excluded, b.const([1]), keepdims=0)
+    # where a token is forced, all scores are computed
+    by_rule = b.op("Where", b.op("Less", "forced_tokens", b.const(0)), by_rule, b.const(0))
+    largest = b.op("ReduceMax", by_rule, b.const([0]), keepdims=1)
+    return b.op("Min", b.op("Add", num_candidates, largest), b.const([vocabulary]))
 
 
 def _batch_values(b: GraphBuilder, search: BeamSearchValues, texts: str) -> BeamBatchValues:

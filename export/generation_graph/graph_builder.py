@@ -141,12 +141,20 @@ class GraphBuilder:
         dtype: Any, shape: tuple[int | None, ...],
     ) -> str:  # fmt: skip
         """Append an If: the value of `then` where `condition` (bool scalar) is true, else of `other`."""
+        return self.if_else_values(condition, lambda i: [then(i)], lambda i: [other(i)], [(dtype, shape)])[0]
+
+    def if_else_values(
+        self, condition: str, then: Callable[[GraphBuilder], list[str]],
+        other: Callable[[GraphBuilder], list[str]], types: Sequence[tuple[Any, tuple[int | None, ...]]],
+    ) -> list[str]:  # fmt: skip
+        """Append an If with several values, as `if_else`; types: dtype and shape of each."""
         branches = {}
-        for key, make_value in (("then_branch", then), ("else_branch", other)):
+        for key, make_values in (("then_branch", then), ("else_branch", other)):
             branch_builder = GraphBuilder(self)
-            value = make_value(branch_builder)
-            branches[key] = branch_builder.graph(key, [], [value_info(value, dtype, shape)])
-        return self.op("If", condition, **branches)
+            names = make_values(branch_builder)
+            outputs = [value_info(name, *kind) for name, kind in zip(names, types, strict=True)]
+            branches[key] = branch_builder.graph(key, [], outputs)
+        return self.ops("If", condition, outputs=len(types), **branches)
 
     # frequent operations
 

@@ -13,9 +13,9 @@ from tests.support.graphs import graph_exports
 
 
 def graph(nodes, shape=("r", 1, 4), outputs=("y",)):
-    """Return a model whose input x has a shape, with the constants W [4, 6], V [6, 4], b [6] and c [4]."""
+    """Return a model whose input x has a shape, with the constants W [4, 6], V [6, 4], U [4, 1], b [6], c [4], d [1]."""
     random = np.random.default_rng(0)
-    sizes = {"W": (4, 6), "V": (6, 4), "b": (6,), "c": (4,)}
+    sizes = {"W": (4, 6), "V": (6, 4), "b": (6,), "c": (4,), "U": (4, 1), "d": (1,)}
     constants = [
         numpy_helper.from_array(random.normal(size=size).astype(np.float32), name)
         for name, size in sizes.items()
@@ -48,9 +48,18 @@ FFN = [
     (FFN, ("y", "j"), {"Reshape": 3, "Gemm": 2, "Relu": 1, "Add": 1}),
     # two products of the same rows flatten them once
     ([*FFN[:2], ("MatMul", ["x", "W"], ["m"]), ("Add", ["m", "b"], ["n"]), ("Add", ["i", "n"], ["y"])],
+     ("y",), {"Reshape": 2, "Gemm": 2, "Add": 1}),
+    # rows stay flat through residual sums and norms
+    ([("MatMul", ["x", "W"], ["h"]), ("Add", ["h", "b"], ["i"]),
+      ("MatMul", ["i", "V"], ["k"]), ("Add", ["c", "k"], ["l"]), ("Add", ["l", "x"], ["m"]),
+      ("LayerNormalization", ["m", "c", "c"], ["n"]), ("MatMul", ["n", "W"], ["o"]),
+      ("Add", ["o", "b"], ["y"])],
+     ("y",), {"Reshape": 2, "Gemm": 3, "Add": 1, "LayerNormalization": 1}),
+    # a column is broadcast
+    ([*FFN[:2], ("MatMul", ["x", "U"], ["m"]), ("Add", ["m", "d"], ["n"]), ("Add", ["n", "i"], ["y"])],
      ("y",), {"Reshape": 3, "Gemm": 2, "Add": 1}),
     (FFN[:2], ("i",), {"Reshape": 2, "Gemm": 1}),
-], ids=["ffn", "asked", "twice", "output"])  # fmt: skip
+], ids=["ffn", "asked", "twice", "residual", "column", "output"])  # fmt: skip
 def test_matmul_with_bias_becomes_gemm_with_equal_outputs(nodes, outputs, left):
     model = graph(nodes, outputs=outputs)
     outputs_before = run_model(model, (3, 1, 4))

@@ -136,6 +136,7 @@ def restricted_divergence(
     logits: Tensor,
     teachers: Tensor,
     label_groups: Sequence[Sequence[int]],
+    labels: Tensor | None = None,
     *,
     temperature: float,
     logits_weight: float,
@@ -145,12 +146,15 @@ def restricted_divergence(
     """Return the sum over teachers i of T^2 KL(p_i || q_i), with q_i over the labels of teacher i alone.
 
     p_i = softmax(t_i / T) and q_i = softmax(z_i / T), where z_i are the student's logits of the labels of
-    teacher i: Vongkulbhisal et al. 2019, arXiv:1904.06062. Each divergence is the mean over the samples.
+    teacher i: Vongkulbhisal et al. 2019, arXiv:1904.06062. They have no labels of samples; with them, a
+    teacher counts for samples of its own labels only: for others p_i is conditioned on what is not the case.
+    Each divergence is the mean over the samples of the batch, 0 for those that do not count.
 
     Args:
         logits: of the student, float [B, U].
         teachers: the logits of all teachers next to each other, float [B, sum of C]; no gradient.
         label_groups: of each teacher, the indices of its labels among the student's.
+        labels: of the samples, int64 [B]; None: unknown.
         temperature: T.
         logits_weight: weight of KL(p_i || q_i).
         reverse_weight: weight of KL(q_i || p_i).
@@ -165,10 +169,11 @@ def restricted_divergence(
         columns = torch.tensor(list(group), device=logits.device)
         log_q = _log_probabilities(logits.index_select(-1, columns), temperature)
         log_p = _log_probabilities(t, temperature)
+        counts = None if labels is None else torch.isin(labels, columns)
         if logits_weight:
-            sums["logits"] = sums["logits"] + _mean_divergence(log_p, log_q)
+            sums["logits"] = sums["logits"] + _mean_divergence(log_p, log_q, counts)
         if reverse_weight:
-            sums["reverse_kl"] = sums["reverse_kl"] + _mean_divergence(log_q, log_p)
+            sums["reverse_kl"] = sums["reverse_kl"] + _mean_divergence(log_q, log_p, counts)
     weights = {"logits": logits_weight, "reverse_kl": reverse_weight}
     values = {name: temperature**2 * weight * sums[name] for name, weight in weights.items() if weight}
     if terms is not None:
@@ -180,8 +185,10 @@ def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     return (logits.float() / temperature).log_softmax(dim=-1).clamp(min=_MIN_LOG_PROBABILITY)
 
 
-def _mean_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+def _mean_divergence(log_p: Tensor, log_q: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the mean of KL(p || q) over samples, 0 for those with False in `counts`, bool [B]."""
+    divergences = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+    return (divergences if counts is None else divergences * counts).mean()
 
 
 def make_ensemble(

@@ -200,7 +200,8 @@ def _output_loss(
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
     if label_groups is not None and targets is not None:
         divergence = restricted_divergence(
-            logits, targets, label_groups, temperature=settings.temperature,
+            logits, targets, label_groups, labels if weights.labels else None,
+            temperature=settings.temperature,
             logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
         )  # fmt: skip
         if not weights.labels:

@@ -110,7 +110,7 @@ def several_teacher_errors(
         text = (
             "some of the teachers are regression models and some are classifiers. Use teachers of one kind."
         )
-        return [_teacher_error("problem-type-mismatch", text)]
+        return [error_message("problem-type-mismatch", text, setting="teacher")]
     if student is None or problems == {REGRESSION}:
         return []
     union, names = merged_labels(teachers), student.names
@@ -128,7 +128,7 @@ def several_teacher_errors(
             " their labels and no others. Start from an encoder without classifier and"
             f" samples with all labels, or set student: {{config: FILE}}."
         )
-        return [_teacher_error("labels-mismatch" if missing else "untaught-labels", text)]
+        return [error_message("labels-mismatch" if missing else "untaught-labels", text, setting="teacher")]
     if have_same_labels(teachers) and student.problem == teachers[0].problem:
         return []
     return _single_label_errors(teachers, student, uses_labels)
@@ -145,14 +145,14 @@ def _single_label_errors(
             "the teachers tag tokens with different labels: a token that one of them calls 'O' may have a"
             " label of another. Use teachers with the same labels."
         )
-        return [_teacher_error("single-label-student", text)]
+        return [error_message("single-label-student", text, setting="teacher")]
     if any(teacher.problem != SINGLE_LABEL for teacher in teachers):
         union = merged_labels(teachers)
         text = (
             "a teacher is multi-label, so a sample can have several labels, but the student predicts only one"
             f' ({student.problem}). Use samples with lists of labels: ["{union[0]}", "{union[-1]}"].'
         )
-        return [_teacher_error("single-label-student", text)]
+        return [error_message("single-label-student", text, setting="teacher")]
     num_linked = _num_linked(teachers)
     if uses_labels or num_linked in (1, len(teachers)):
         return []
@@ -161,7 +161,7 @@ def _single_label_errors(
         " group a sample belongs to. Train on labeled samples with a weight of losses.labels, or add a"
         " teacher with labels of several groups."
     )
-    return [_teacher_error("unlinked-labels", text)]
+    return [error_message("unlinked-labels", text, setting="teacher")]
 
 
 def _num_linked(teachers: Sequence[ModelLabels]) -> int:
@@ -172,10 +172,6 @@ def _num_linked(teachers: Sequence[ModelLabels]) -> int:
         groups = [group for group in groups if group.isdisjoint(teacher.names)]
         groups.append(set(teacher.names).union(*linked))
     return len(groups)
-
-
-def _teacher_error(code: str, text: str) -> Message:
-    return error_message(code, text, setting="teacher")
 
 
 def label_errors(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> list[Message]:
@@ -193,14 +189,14 @@ def label_errors(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> list
             f"the teacher's labels are {first_labels(teacher_labels)}, but the student's are"
             f" {first_labels(labels)}. Use a teacher with the same labels."
         )
-        return [_teacher_error("labels-mismatch", text)]
+        return [error_message("labels-mismatch", text, setting="teacher")]
     problem, teacher_problem = problem_type(student), problem_type(teacher)
     if problem != teacher_problem:
         text = (
             f"the teacher's problem type is {teacher_problem}, but the student's is {problem}. Use a teacher"
             " with the same problem type."
         )
-        return [_teacher_error("problem-type-mismatch", text)]
+        return [error_message("problem-type-mismatch", text, setting="teacher")]
     return []
 
 

@@ -78,6 +78,20 @@ def test_teacher_gives_no_gradient_to_labels_it_lacks_or_to_their_sum():
     torch.testing.assert_close(student.grad.sum(dim=1), torch.zeros(6), rtol=0, atol=1e-6)
 
 
+def test_teacher_counts_only_for_samples_of_its_labels_if_they_are_known():
+    student, teachers = logits(3, 4), logits(3, 5, seed=1)
+    weights = {"temperature": T, "logits_weight": 1.0, "reverse_weight": 0.5}
+    masked = restricted_divergence(student, teachers, GROUPS, torch.tensor([3, 1, 0]), **weights)
+    parts = [  # labels 3 and 0 are those of the first teacher, 1 and 0 those of the second
+        restricted_divergence(student[[i]], teachers[[i]][:, columns], [group], **weights)
+        for i, columns, group in (
+            (0, [0, 1], GROUPS[0]), (1, [2, 3, 4], GROUPS[1]),
+            (2, [0, 1], GROUPS[0]), (2, [2, 3, 4], GROUPS[1]),
+        )
+    ]  # fmt: skip
+    torch.testing.assert_close(masked, sum(parts) / 3)
+
+
 def test_label_that_teacher_excludes_has_finite_divergences():
     excluded = torch.tensor([[float("-inf"), 0.0, 1.0]])
     student = torch.zeros(1, 3, requires_grad=True)
@@ -144,8 +158,8 @@ def test_objective_adds_labels_of_all_teachers_to_restricted_divergences():
     batch = {"input_ids": torch.zeros(3, 2, dtype=torch.int64), "labels": torch.tensor([0, 1, 2])}
     term = DistillObjective(teacher, settings)(student, batch)["outputs"]
     z = student.values.detach().expand(3, -1)
-    divergence = sum(
-        F.kl_div((z[:1, group] / T).log_softmax(-1), (t.values / T).softmax(-1), reduction="sum")
+    divergence = sum(  # two of three samples have a label of the teacher
+        2 / 3 * F.kl_div((z[:1, group] / T).log_softmax(-1), (t.values / T).softmax(-1), reduction="sum")
         for t, group in ((cats, [1, 2]), (fruit, [0, 2]))
     )
     expected = 2 * T**2 * divergence + 0.5 * F.cross_entropy(z, batch["labels"])

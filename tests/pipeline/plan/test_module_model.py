@@ -1,0 +1,110 @@
+"""A PyTorch module as the model of a recipe: what the plan shows, and what it refuses before any work."""
+
+import json
+import pickle
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.expected_errors import raises_code
+from tests.support.models import user_modules
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    for function in ("cnn", "mixer"):
+        user_modules.write_module(folder, function)
+    return folder
+
+
+def test_plan_names_the_code_that_it_runs(folder):
+    plan = load_plan(user_modules.write_recipe(folder))
+    assert "nets:cnn" in str(plan)
+    assert "cnn.safetensors" in str(plan)
+    config = json.loads((plan.local_model / "config.json").read_text())
+    assert (config["linear_layers"], config["convolutions"]) == (0, 7)
+    assert config["id2label"] == {"0": "dark", "1": "light"}
+
+
+def test_portable_recipe_has_absolute_paths_to_weights(folder):
+    plan = load_plan(user_modules.write_recipe(folder))
+    assert str(folder / "cnn.safetensors") in plan.portable_recipe()
+    assert plan.user_functions == ["nets:cnn"]
+
+
+@pytest.mark.parametrize(("model", "code"), [
+    ({"module": "absent:cnn"}, "module-not-found"), ({"module": "nets:absent"}, "module-failed"),
+    ({"module": "nets:broken"}, "module-failed"), ({"module": "nets:text"}, "module-failed"),
+    ({"module": "nets"}, "wrong-value"), ({"weights": None}, "missing-setting"),
+    ({"weights": "absent.safetensors"}, "missing-file"), ({"weights": "cnn.pt"}, "pickled-weights"),
+    ({"weights": "mixer.safetensors"}, "missing-tensor"), ({"labels": "[a, b, c]"}, "labels-mismatch"),
+    ({"image_size": None}, "missing-setting"), ({"processor": "p.json"}, "settings-conflict"),
+    ({"image_size": 20}, "module-failed"), ({"tokenizer": "x"}, "unknown-setting"),
+])  # fmt: skip
+def test_invalid_model_is_refused(model, code, folder):
+    (folder / "cnn.pt").write_bytes(pickle.dumps({}))
+    with raises_code(code, InputError):
+        load_plan(user_modules.write_recipe(folder, **model))
+
+
+@pytest.mark.parametrize(("function", "code"), [("features", "wrong-output"), ("tied", "shared-weights")])
+def test_module_of_unsupported_form_is_refused(function, code, tmp_path):
+    network = user_modules.build(function)
+    user_modules.write_module(tmp_path, "cnn")
+    tensors = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    save_file(tensors, tmp_path / f"{function}.safetensors")
+    with raises_code(code, InputError):
+        load_plan(user_modules.write_recipe(tmp_path, function))
+
+
+def test_tensors_of_other_shapes_and_names_are_refused(tmp_path):
+    user_modules.write_module(tmp_path)
+    tensors = load_file(tmp_path / "cnn.safetensors")
+    for code, change in {
+        "unknown-tensor": {"more": tensors["head.bias"]}, "shape-mismatch": {"head.bias": tensors["stem.0.bias"]},
+    }.items():  # fmt: skip
+        save_file({name: t.clone() for name, t in (tensors | change).items()}, tmp_path / "cnn.safetensors")
+        with raises_code(code, InputError):
+            load_plan(user_modules.write_recipe(tmp_path))
+
+
+def test_other_tasks_are_refused(folder):
+    path = user_modules.write_recipe(folder)
+    path.write_text(path.read_text().replace("image-classification", "text-classification"))
+    with raises_code("several-errors", InputError) as refused:  # also of the data
+        load_plan(path)
+    assert "does-not-fit-task" in [message.code for message in refused.value.messages]
+
+
+@pytest.mark.parametrize(("function", "stage"), [
+    ("cnn", "prune: {keep_ratio: 0.5}"), ("cnn", "prune: {targets: [width]}"), ("cnn", "rotate"),
+    ("cnn", "drop-layers: {layers: 1}"), ("cnn", "share-weights: {group_size: 2}"),
+    ("cnn", "sparsify"), ("mixer", "sparsify: {targets: [ffn]}"), ("cnn", "factorize"),
+    ("cnn", "factorize: {targets: embeddings}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
+    ("mixer", "quantize: {scheme: int4, method: awq}"), ("mixer", "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}"),
+    ("mixer", "quantize: {mixed_precision: {target_bits: 5}}"), ("mixer", "finetune: {lora: {rank: 2}}"),
+])  # fmt: skip
+def test_stages_that_need_blocks_are_refused(function, stage, folder):
+    with raises_code("does-not-fit-model", InputError):
+        load_plan(user_modules.write_recipe(folder, function, (stage,)))
+
+
+def test_scheme_of_linear_layers_is_refused_without_any(folder):
+    with raises_code("unsupported-scheme", InputError):
+        load_plan(user_modules.write_recipe(folder, "cnn", ("quantize: {scheme: int4}",)))
+
+
+def test_pruning_without_torch_pruning_is_refused(folder, monkeypatch):
+    recipe = user_modules.write_recipe(folder, "cnn", ("prune: {targets: [channels]}",))
+    load_plan(recipe)
+    monkeypatch.setattr("smelt.core.system.installed_version", lambda name: None)
+    with raises_code("not-installed", InputError):
+        load_plan(recipe)

@@ -38,7 +38,7 @@ from smelt.models.empty_model import (
     stored_dtypes,
     transpose_conv1d_tensors,
 )
-from smelt.models.families.registry import FAMILIES, family_of
+from smelt.models.families.registry import family_of, output_modules
 from smelt.models.prompt_template import CHAT
 from smelt.models.sentence_model import as_bare_encoder
 from smelt.models.text_rules import (
@@ -110,11 +110,11 @@ def require_no_missing(missing: Iterable[str], folder: Path) -> None:
         )
 
 
-def require_base_weights(family: str, info: Mapping[str, Any], folder: Path, new_head: bool = False) -> None:
+def require_base_weights(model: Any, info: Mapping[str, Any], folder: Path, new_head: bool = False) -> None:
     """Require that all but the head of a model was read from a checkpoint with another or no head.
 
     Args:
-        family: the config's model_type.
+        model: with its new head.
         info: the result of `from_pretrained(..., output_loading_info=True)`.
         folder: the checkpoint, for the message.
         new_head: the model gets another head than the checkpoint was trained with.
@@ -122,24 +122,19 @@ def require_base_weights(family: str, info: Mapping[str, Any], folder: Path, new
     Raises:
         InputError: a tensor has no parameter, is missing, or has another shape.
     """
-    require_no_unexpected(family, info["unexpected_keys"], folder, new_head)
-    require_no_missing((n for n in info["missing_keys"] if not _is_head_tensor(family, n)), folder)
+    family = family_of(model)
+    biases = {family.logits_bias} if family else set()
+    heads = tuple(f"{module}." for module in output_modules(model))
+    require_no_unexpected(model.config.model_type, info["unexpected_keys"], folder, new_head)
+    missing = (name for name in info["missing_keys"] if name not in biases and not name.startswith(heads))
+    require_no_missing(missing, folder)
     for name, shape, expected in sorted(info["mismatched_keys"], key=lambda odd: str(odd[0])):
-        if not (new_head and _is_head_tensor(family, name)):
+        if not (new_head and name.startswith(heads)):
             raise InputError(
                 f"{folder}: the weights do not match the config: the tensor '{name}' is {list(shape)}, but"
                 f" the model expects {list(expected)}.",
                 code="shape-mismatch",
             )
-
-
-def _is_head_tensor(family: str, name: str) -> bool:
-    """Return whether a tensor belongs to the head of a family's models."""
-    family_info = FAMILIES.get(family)
-    return family_info is not None and (
-        name == family_info.logits_bias
-        or name.startswith(tuple(f"{module}." for module in family_info.head_modules))
-    )
 
 
 _T = TypeVar("_T")

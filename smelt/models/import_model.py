@@ -404,7 +404,7 @@ def _with_new_head(
                 ignore_mismatched_sizes=True,  # of its previous head; others raise an error below
                 **head_config,
             )
-        require_base_weights(model.config.model_type, info, src, new_head=True)
+        require_base_weights(model, info, src, new_head=True)
     notes = save_model(model, edits, out, src)
     for name in (*SENTENCE_FILES, PROMPTS_FILE):  # it is no longer a sentence embedder
         (out / name).unlink(missing_ok=True)
@@ -440,12 +440,12 @@ def _edited_model_with_new_head(
         config, dtype=torch.float32, trust_remote_code=False
     )
     apply_edits(model, edits)
-    family, tensors = config.model_type, add_model_prefix(model, read_tensors(src))
+    tensors = add_model_prefix(model, read_tensors(src))
     unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     loaded = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in tensors}
     missing = [name for name, p in model.named_parameters() if id(p) not in loaded]
     info = {"unexpected_keys": unexpected, "missing_keys": missing, "mismatched_keys": ()}
-    require_base_weights(family, info, src, new_head=True)
+    require_base_weights(model, info, src, new_head=True)
     return model.eval()
 
 
@@ -530,7 +530,7 @@ def add_tied_head(src: Path, out: Path) -> list[Message]:
             " checkpoint that generates text.",
             code="missing-output-layer",
         )
-    require_base_weights(name, info, src)
+    require_base_weights(model, info, src)
     notes = save_model(model, [], out, src)
     return [
         *notes,

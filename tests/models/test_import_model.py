@@ -115,6 +115,16 @@ def test_pretraining_head_is_dropped(tmp_path, out, family, bare):
     assert all(torch.equal(tensors[f"{family}.{name}"], body[name]) for name in body)
 
 
+def test_encoder_gets_head_of_any_name(tmp_path, out):
+    folder = classifiers.MAKERS["roberta"](tmp_path / "m")
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+    auto_class = "AutoModelForQuestionAnswering"
+    assert message_codes(import_model(folder, out, ["start", "end"], auto_class=auto_class)) == [
+        "new-classifier"
+    ]
+    assert _tensors(out)["qa_outputs.weight"].shape[0] == 2
+
+
 def test_unknown_tensor_of_bare_encoder_is_rejected(tmp_path, out):
     folder = classifiers.MAKERS["roberta"](tmp_path / "m")
     AutoModel.from_pretrained(folder).save_pretrained(folder)

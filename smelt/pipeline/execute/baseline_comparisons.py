@@ -315,8 +315,11 @@ class RunComparisons:
         parents = {step["name"]: step["parent"] for step in report.data["steps"]}
         parameters = baseline_parameters(artifacts, baseline)
         layers, tokens = _comparisons(self.plan, self.data, parameters, parents)
+        generates = self.plan.recipe.traits.generates
         with_texts = {
-            name: artifact for name, artifact in artifacts.items() if report.can_compare_tokens(name)
+            name: artifact
+            for name, artifact in artifacts.items()
+            if generates and report.can_compare_tokens(name)
         }
         messages, skipped = list[Message](), list[str]()
         planned_layers, planned_tokens = map(set, compared_steps(self.plan))

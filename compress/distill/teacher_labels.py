@@ -19,6 +19,7 @@ from smelt.data.labels import (
     has_classifier,
     problem_type,
 )
+from smelt.data.tasks import tasks_with
 
 # How the outputs of several classifiers become targets; see `combination_of`.
 Combination: TypeAlias = Literal["mean", "per-label", "restricted", "concatenated"]
@@ -42,7 +43,7 @@ class ModelLabels:
         Raises:
             InputError: the names or the problem type are invalid.
         """
-        of_tokens = has_classifier(config, "token-classification")
+        of_tokens = any(has_classifier(config, task) for task in tasks_with(output="tags"))
         return cls(tuple(class_names(config)), problem_type(config), of_tokens)
 
 

@@ -128,7 +128,12 @@ def _torch_pruning_groups(network: nn.Module, pixels: Tensor) -> list[list[_Item
         graph = torch_pruning.DependencyGraph().build_dependency(network, pixels)
         return [
             [
-                (item.dep.target.module, graph.is_in_channel_pruning_fn(item.dep.handler), item.idxs, item.root_idxs)
+                (
+                    item.dep.target.module,
+                    graph.is_in_channel_pruning_fn(item.dep.handler),
+                    item.idxs,
+                    item.root_idxs,
+                )
                 for item in group.items
             ]
             for group in graph.get_all_groups(root_module_types=(nn.Conv2d, nn.Linear))

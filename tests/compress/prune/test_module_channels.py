@@ -37,14 +37,14 @@ def logits(model, seed=3):
 
 
 def sizes(model):
-    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    return {
+        n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)
+    }
 
 
 def test_groups_of_residual_network_are_its_stream_and_its_inner_channels(tmp_path):
     groups = {group.name: group for group in find_module_channels(load(tmp_path, "cnn"), SIZE)}
-    readers = {
-        name: {each.layer for each in group.axes if each.axis == 1} for name, group in groups.items()
-    }
+    readers = {name: {each.layer for each in group.axes if each.axis == 1} for name, group in groups.items()}
     stream = next(name for name, layers in readers.items() if "network.head" in layers)
     assert readers.pop(stream) == {"network.blocks.0.conv1", "network.blocks.2.conv1", "network.head"}
     assert sorted(map(sorted, readers.values())) == [["network.blocks.0.conv2"], ["network.blocks.2.conv2"]]
@@ -54,7 +54,9 @@ def test_groups_of_residual_network_are_its_stream_and_its_inner_channels(tmp_pa
 
 def test_groups_of_mixer_are_the_inner_channels_of_its_perceptrons(tmp_path):
     names = [group.name for group in find_module_channels(load(tmp_path, "mixer"), SIZE)]
-    assert sorted(names) == [f"network.layers.{n}.{part}.0" for n in (0, 1) for part in ("channels", "tokens")]
+    assert sorted(names) == [
+        f"network.layers.{n}.{part}.0" for n in (0, 1) for part in ("channels", "tokens")
+    ]
 
 
 @pytest.mark.parametrize("function", ["cnn", "mixer", "attentive"])

@@ -53,7 +53,8 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             findings = [*error_findings(path, error)]
         else:
             context.recipe = recipe.model_copy(update={"model": str(folder)})
-            text = f"model: imports '{model.module}' from {recipe.base}, which runs its code, also in this check."
+            text = f"model: imports '{model.module}' from {recipe.base}, which runs its code, also in this"
+            text += " check."
             yield (), info("module-imported", text)
     if findings:
         context.invalid_paths.add("model")

@@ -72,7 +72,7 @@ def _check_artifacts_without_code(folder, monkeypatch):
         assert model.classify([image])[0].label == "light"
 
 
-def test_mixer_is_made_sparse_factorized_quantized_and_exported(tmp_path):
+def test_mixer_is_sparsified_factorized_quantized_and_exported(tmp_path):
     user_modules.write_module(tmp_path, "mixer")
     training = "max_steps: 3, batch_size: 4, num_evals: 1, precision: fp32"
     recipe = user_modules.write_recipe(tmp_path, "mixer", (

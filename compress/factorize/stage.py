@@ -337,14 +337,14 @@ def linear_candidates(model: Any, settings: FactorizeSettings) -> Iterator[tuple
     from smelt.models.layers import LowRankEmbedding, LowRankLinear
     from smelt.models.user_module import kept_linear_layers
 
-    kept = kept_linear_layers(model)
+    excluded_layers = kept_linear_layers(model)
     halves = {id(h) for m in model.modules() if isinstance(m, LowRankLinear) for h in (m.up, m.down)}
     halves |= {id(m.up) for m in model.modules() if isinstance(m, LowRankEmbedding)}
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module, names in module_names(model).items():
         if not isinstance(module, nn.Linear) or id(module) in halves or id(module.weight) in tied:
             continue
-        if module not in kept and _is_selected(settings, names):
+        if module not in excluded_layers and _is_selected(settings, names):
             yield module, names
 
 

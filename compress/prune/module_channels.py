@@ -128,7 +128,12 @@ def _torch_pruning_groups(network: nn.Module, pixels: Tensor) -> list[list[_Item
         graph = torch_pruning.DependencyGraph().build_dependency(network, pixels)
         return [
             [
-                (item.dep.target.module, graph.is_in_channel_pruning_fn(item.dep.handler), item.idxs, item.root_idxs)
+                (
+                    item.dep.target.module,
+                    graph.is_in_channel_pruning_fn(item.dep.handler),
+                    item.idxs,
+                    item.root_idxs,
+                )
                 for item in group.items
             ]
             for group in graph.get_all_groups(root_module_types=(nn.Conv2d, nn.Linear))
@@ -179,20 +184,20 @@ def cut_module_channels(
     model: Any,
     edits: list[Edit],
     groups: Sequence[CoupledChannels],
-    kept: Mapping[str, Tensor],
+    kept_channels: Mapping[str, Tensor],
     size: tuple[int, int],
 ) -> None:
-    """Keep the channels `kept` (int64, by group name; all of other groups) in all layers that share them.
+    """Keep `kept_channels` (int64, by group name; of other groups all) in all layers that share them.
 
     Raises:
         InputError: `not-prunable`: the module computes something else than with the other channels at zero.
     """
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
-    expected = _output_with_zeros(model, groups, kept, pixels)
+    expected = _output_with_zeros(model, groups, kept_channels, pixels)
     stays: dict[str, list[Tensor | None]] = {}
     for group in groups:
-        for each in group.axes if group.name in kept else ():
-            stay = torch.isin(each.channels, kept[group.name]) | (each.channels < 0)
+        for each in group.axes if group.name in kept_channels else ():
+            stay = torch.isin(each.channels, kept_channels[group.name]) | (each.channels < 0)
             layer_stays = stays.setdefault(each.layer, [None, None])
             before = layer_stays[each.axis]
             layer_stays[each.axis] = stay if before is None else before & stay
@@ -219,13 +224,13 @@ def _run(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _output_with_zeros(
-    model: Any, groups: Sequence[CoupledChannels], kept: Mapping[str, Tensor], pixels: Tensor
+    model: Any, groups: Sequence[CoupledChannels], kept_channels: Mapping[str, Tensor], pixels: Tensor
 ) -> Tensor:
     handles: list[RemovableHandle] = []
     for group in groups:
-        if group.name in kept:
+        if group.name in kept_channels:
             gate = torch.zeros(group.size)
-            gate[kept[group.name]] = 1
+            gate[kept_channels[group.name]] = 1
             handles += group.add_gate(model, gate)
     try:
         return _run(model, pixels)

@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.data.tasks import Task, task_traits
 from smelt.core.system import install_command, package_problem
+from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
@@ -299,11 +299,9 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     if family is not None and family.is_user_module:
         return _user_module_errors(targets)
     if "channels" in targets:
-        if family is None or family.conv_chain is not None:
-            return []
-        kind = with_article(family.name)
-        text = f"{kind} model has no chains of convolutions. Set targets: [heads, ffn]."
-        return [error_message("does-not-fit-model", text, setting="targets")]
+        text = f"{config.get('model_type')} models have no chains of convolutions. Set targets: [heads, ffn]."
+        has_chains = family is None or family.conv_chain is not None
+        return [] if has_chains else [error_message("does-not-fit-model", text, setting="targets")]
     if (no_blocks := no_blocks_reason(config)) is not None:
         text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
         return [error_message("does-not-fit-model", text, setting="targets")]
@@ -315,7 +313,7 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     return [error_message("fixed-heads", f"{reason} Set targets: [ffn].", setting="targets")]
 
 
-TORCH_PRUNING_VERSION = "1.6"  # the oldest release that is supported
+TORCH_PRUNING_VERSION = "1.6.1"  # the oldest release that is supported
 
 
 def _user_module_errors(targets: Sequence[str]) -> list[Message]:

@@ -184,7 +184,9 @@ def _user_module_errors(settings: SparsifySettings, config: Mapping[str, Any]) -
         text = "the module has no linear layers but its output layer; remove sparsify."
         return [error_message("does-not-fit-model", text)]
     if "targets" in settings.model_fields_set:
-        text = f"{no_blocks_reason(config)}: all linear layers but the output layer are sparsified. Remove it."
+        text = (
+            f"{no_blocks_reason(config)}: all linear layers but the output layer are sparsified. Remove it."
+        )
         return [error_message("does-not-fit-model", text, setting="targets")]
     return []
 

@@ -155,8 +155,8 @@ def record_source(function: str, folder: Path) -> str:
     if not files:
         module, names = function.partition(":")[0], [path.stem for path in folder.glob("*.py")]
         raise InputError(
-            f"there is no module '{module}' in {folder}. Put the function into a .py file there; it may import"
-            f" installed packages.{did_you_mean(module, names)}",
+            f"there is no module '{module}' in {folder}. Put the function into a .py file there; it may"
+            f" import installed packages.{did_you_mean(module, names)}",
             code="module-not-found",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
@@ -181,8 +181,8 @@ def recorded_source(function: str, source_hash: str) -> Path:
     ):
         raise InputError(
             f"the model is the PyTorch module '{function[:80]}', whose code has not been named in a recipe by"
-            f" your user on this machine (hash {source_hash[:12]}). Code that comes with a model is never run."
-            " Run `smelt plan` with a recipe that names this code, model: {module: ...}, first.",
+            f" your user on this machine (hash {source_hash[:12]}). Code that comes with a model is never"
+            " run. Run `smelt plan` with a recipe that names this code, model: {module: ...}, first.",
             code="untrusted-module",
         )
     return folder

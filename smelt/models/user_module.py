@@ -145,7 +145,7 @@ def traced_conv_norms(model: Any) -> list[tuple[str, str]]:
     network = getattr(model, MODULE_PREFIX)
     try:
         nodes = list(_LayerTracer().trace(network).nodes)
-    except Exception:  # noqa: BLE001  the user's code fails in as many ways on a proxy
+    except Exception:
         return []
     calls = Counter(node.target for node in nodes if node.op == "call_module")
     modules = dict(network.named_modules())
@@ -168,8 +168,8 @@ def traced_conv_norms(model: Any) -> list[tuple[str, str]]:
 
 def inner_linear_layers(model: Any) -> dict[str, nn.Linear]:
     """Return the linear layers of a user's module that can be changed, by name; not the output layer."""
-    kept = kept_linear_layers(model)
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m not in kept}
+    excluded_layers = kept_linear_layers(model)
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m not in excluded_layers}
 
 
 def kept_linear_layers(model: Any) -> Collection[nn.Module]:

@@ -29,6 +29,7 @@ from smelt.pipeline.inspect.model_folder import (
 )
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
 from smelt.pipeline.plan.check_context import Check, CheckContext, skip_if_invalid
+from smelt.pipeline.plan.module_model import read_user_module
 from smelt.pipeline.plan.onnx_models import (
     check_float_weights,
     check_generation_engines,
@@ -63,7 +64,6 @@ from smelt.pipeline.plan.task_checks import (
     resolve_pooling,
     resolve_text_rules,
 )
-from smelt.pipeline.plan.module_model import read_user_module
 from smelt.pipeline.plan.untrained_checks import (
     check_new_classifier,
     check_untrained,

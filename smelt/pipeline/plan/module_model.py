@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, resolve_path, write_json
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, info
 from smelt.core.user_code import record_source
 from smelt.data.tasks import task_names
 from smelt.models.families.family import MODULE_PREFIX
@@ -53,6 +53,9 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             findings = [*error_findings(path, error)]
         else:
             context.recipe = recipe.model_copy(update={"model": str(folder)})
+            text = f"model: imports '{model.module}' from {recipe.base}, which runs its code, also in this"
+            text += " check."
+            yield (), info("module-imported", text)
     if findings:
         context.invalid_paths.add("model")
     yield from findings
@@ -73,8 +76,8 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
     outputs, fixed = _run(network, height, width)
     if model.labels is not None and len(model.labels) != outputs:
         raise InputError(
-            f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for each"
-            " output, in order.",
+            f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for"
+            " each output, in order.",
             code="labels-mismatch",
             setting="labels",
         )
@@ -148,7 +151,8 @@ def _read_processor(model: ModuleModel, base: Path) -> tuple[dict[str, Any], tup
     shape = _named("processor", parse_processor, values, path).shape
     if shape is None:
         raise InputError(
-            f"{path}: the size of the images is not fixed. Set size with height and width, or do_center_crop.",
+            f"{path}: the size of the images is not fixed. Set size with height and width, or"
+            " do_center_crop.",
             code="missing-image-size",
             setting="processor",
         )

@@ -87,9 +87,9 @@ class ModuleModel(Settings):
 
 
 def _form_of_model(value: Any) -> str:
-    if isinstance(value, dict):
-        return "module" if "module" in value else "untrained"
-    return {ModuleModel: "module", UntrainedModel: "untrained"}.get(type(value), "name")
+    if isinstance(value, ModuleModel) or (isinstance(value, dict) and "module" in value):
+        return "module"
+    return "untrained" if isinstance(value, UntrainedModel | dict) else "name"
 
 
 ModelSetting = Annotated[

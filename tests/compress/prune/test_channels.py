@@ -10,9 +10,9 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.prune.channels import find_channels
 from smelt.compress.prune.importances.magnitude import filter_magnitudes
 from smelt.compress.prune.importances.taylor import gate_scores
-from smelt.compress.prune.units import whole_kernel
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
+from smelt.compress.prune.units import whole_kernel
 from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import read_edits

@@ -37,14 +37,14 @@ def logits(model, seed=3):
 
 
 def sizes(model):
-    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    return {
+        n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)
+    }
 
 
 def test_groups_of_residual_network_are_its_stream_and_its_inner_channels(tmp_path):
     groups = {group.name: group for group in find_module_channels(load(tmp_path, "cnn"), SIZE)}
-    readers = {
-        name: {each.layer for each in group.axes if each.axis == 1} for name, group in groups.items()
-    }
+    readers = {name: {each.layer for each in group.axes if each.axis == 1} for name, group in groups.items()}
     stream = next(name for name, layers in readers.items() if "network.head" in layers)
     assert readers.pop(stream) == {"network.blocks.0.conv1", "network.blocks.2.conv1", "network.head"}
     assert sorted(map(sorted, readers.values())) == [["network.blocks.0.conv2"], ["network.blocks.2.conv2"]]
@@ -54,18 +54,20 @@ def test_groups_of_residual_network_are_its_stream_and_its_inner_channels(tmp_pa
 
 def test_groups_of_mixer_are_the_inner_channels_of_its_perceptrons(tmp_path):
     names = [group.name for group in find_module_channels(load(tmp_path, "mixer"), SIZE)]
-    assert sorted(names) == [f"network.layers.{n}.{part}.0" for n in (0, 1) for part in ("channels", "tokens")]
+    assert sorted(names) == [
+        f"network.layers.{n}.{part}.0" for n in (0, 1) for part in ("channels", "tokens")
+    ]
 
 
 @pytest.mark.parametrize("function", ["cnn", "mixer", "attentive"])
-def test_saved_module_computes_like_one_whose_removed_channels_are_zero(function, tmp_path):
+def test_saved_module_equals_module_with_removed_channels_at_zero(function, tmp_path):
     source = user_modules.model_folder(tmp_path / "own", function)
     settings = PruneSettings(targets=["channels"], keep_ratio=0.5, multiple_of=4, importance="magnitude")
     ctx = harness.run_stage(Prune(), settings, source, tmp_path / "out", images.TASK)
     model, pruned = load_model(source)[0], load_model(ctx.out)[0]
     for group in find_module_channels(model, SIZE):
-        kept = group.filter_norms(model).topk(group.size // 2).indices
-        gate = torch.zeros(group.size).index_fill(0, kept, 1)
+        kept_channels = group.filter_norms(model).topk(group.size // 2).indices
+        gate = torch.zeros(group.size).index_fill(0, kept_channels, 1)
         group.add_gate(model, gate)
     expected = logits(model)
     assert torch.allclose(logits(pruned), expected, atol=1e-5 * float(expected.abs().max()))
@@ -80,8 +82,8 @@ def test_saved_module_computes_like_one_whose_removed_channels_are_zero(function
 def test_pruned_tensors_equal_torch_prunings(tmp_path):
     model, reference = load(tmp_path, "cnn"), load(tmp_path, "cnn").network
     groups = find_module_channels(model, SIZE)
-    kept = {group.name: torch.arange(1, group.size, 2) for group in groups}
-    cut_module_channels(model, [], groups, kept, SIZE)
+    kept_channels = {group.name: torch.arange(1, group.size, 2) for group in groups}
+    cut_module_channels(model, [], groups, kept_channels, SIZE)
     for group in groups:
         graph = torch_pruning.DependencyGraph().build_dependency(reference, torch.zeros(1, 3, *SIZE))
         layer = reference.get_submodule(group.name.removeprefix("network."))
@@ -132,16 +134,16 @@ def test_code_with_a_fixed_width_is_refused(tmp_path):
         harness.run_stage(Prune(), settings, source, tmp_path / "out", images.TASK)
 
 
-def test_module_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+def test_changed_outputs_are_refused(tmp_path, monkeypatch):
     model = load(tmp_path, "mixer")
     groups = find_module_channels(model, SIZE)
     monkeypatch.setattr(module_channels, "_cut_layer", lambda *_: None)
-    kept = {groups[0].name: torch.arange(4)}
+    kept_channels = {groups[0].name: torch.arange(4)}
     with raises_code("not-prunable", InputError):
-        cut_module_channels(model, [], groups, kept, SIZE)
+        cut_module_channels(model, [], groups, kept_channels, SIZE)
 
 
-def test_zeros_of_sparse_layers_stay_marked(tmp_path):
+def test_pruned_sparse_layers_are_still_marked(tmp_path):
     source = user_modules.model_folder(tmp_path / "own", "mixer")
     sparse = harness.run_stage(
         Sparsify(), SparsifySettings(method="magnitude"), source, tmp_path / "sparse", images.TASK

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support.expected_errors import raises_code
 from tests.support.models import user_modules
@@ -29,6 +30,7 @@ def test_plan_names_the_code_that_it_runs(folder):
     plan = load_plan(user_modules.write_recipe(folder))
     assert "nets:cnn" in str(plan)
     assert "cnn.safetensors" in str(plan)
+    assert "module-imported" in message_codes(plan.notes)
     config = json.loads((plan.local_model / "config.json").read_text())
     assert (config["linear_layers"], config["convolutions"]) == (0, 7)
     assert config["id2label"] == {"0": "dark", "1": "light"}
@@ -68,9 +70,11 @@ def test_module_of_unsupported_form_is_refused(function, code, tmp_path):
 def test_tensors_of_other_shapes_and_names_are_refused(tmp_path):
     user_modules.write_module(tmp_path)
     tensors = load_file(tmp_path / "cnn.safetensors")
+    more = {"more": tensors["head.bias"]}
     for code, change in {
-        "unknown-tensor": {"more": tensors["head.bias"]}, "shape-mismatch": {"head.bias": tensors["stem.0.bias"]},
-    }.items():  # fmt: skip
+        "unknown-tensor": more,
+        "shape-mismatch": {"head.bias": tensors["stem.0.bias"]},
+    }.items():
         save_file({name: t.clone() for name, t in (tensors | change).items()}, tmp_path / "cnn.safetensors")
         with raises_code(code, InputError):
             load_plan(user_modules.write_recipe(tmp_path))
@@ -89,7 +93,8 @@ def test_other_tasks_are_refused(folder):
     ("cnn", "drop-layers: {layers: 1}"), ("cnn", "share-weights: {group_size: 2}"),
     ("cnn", "sparsify"), ("mixer", "sparsify: {targets: [ffn]}"), ("cnn", "factorize"),
     ("cnn", "factorize: {targets: embeddings}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
-    ("mixer", "quantize: {scheme: int4, method: awq}"), ("mixer", "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}"),
+    ("mixer", "quantize: {scheme: int4, method: awq}"),
+    ("mixer", "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}"),
     ("mixer", "quantize: {mixed_precision: {target_bits: 5}}"), ("mixer", "finetune: {lora: {rank: 2}}"),
 ])  # fmt: skip
 def test_stages_that_need_blocks_are_refused(function, stage, folder):

@@ -72,7 +72,7 @@ def _check_artifacts_without_code(folder, monkeypatch):
         assert model.classify([image])[0].label == "light"
 
 
-def test_mixer_is_made_sparse_factorized_quantized_and_exported(tmp_path):
+def test_mixer_is_sparsified_factorized_quantized_and_exported(tmp_path):
     user_modules.write_module(tmp_path, "mixer")
     training = "max_steps: 3, batch_size: 4, num_evals: 1, precision: fp32"
     recipe = user_modules.write_recipe(tmp_path, "mixer", (
@@ -111,7 +111,9 @@ def test_edited_code_starts_the_run_again(tmp_path):
 def test_convolutions_are_factorized(tmp_path):
     user_modules.write_module(tmp_path, "cnn")
     stages = ("factorize: {method: tucker, keep_ratio: 0.5, optimize_for: size}", "onnx")
-    steps = finished_steps(smelt.run(user_modules.write_recipe(tmp_path, "cnn", stages), out=tmp_path / "run").report)
+    steps = finished_steps(
+        smelt.run(user_modules.write_recipe(tmp_path, "cnn", stages), out=tmp_path / "run").report
+    )
     factorized = set(steps["factorize"]["details"]["ranks"])
     assert factorized >= {"network.blocks.0.conv1", "network.blocks.2.conv1"}
     assert not any("depthwise" in name for name in factorized)

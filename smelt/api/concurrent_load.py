@@ -17,7 +17,6 @@ import queue
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -33,6 +32,7 @@ from smelt.api.timing import open_artifacts, timing_texts
 from smelt.core.artifact import Artifact, default_threads
 from smelt.core.errors import InputError, RunError, SmeltError, TruncationWarning
 from smelt.core.messages import error_message, messages_to_json
+from smelt.core.system import child_environment, python_command
 from smelt.data.tasks import task_traits
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.stage import Progress, no_progress
@@ -309,10 +309,12 @@ def running_service(package: Path, threads: int | None = None) -> Iterator[int]:
         RunError: `service-failed`, it ended, or was not ready in time.
     """
     options = ["--host", "127.0.0.1", "--port", "0", *(["--threads", str(threads)] if threads else [])]
-    command = [sys.executable, _SERVICE_FILE, *options]
+    command = python_command(_SERVICE_FILE, *options)
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
-        subprocess.Popen(command, cwd=package, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        subprocess.Popen(
+            command, cwd=package, stdout=subprocess.PIPE, stderr=log, text=True, env=child_environment()
+        ) as process,
     ):
         too_late = threading.Timer(_START_SECONDS, process.kill)
         too_late.start()

@@ -19,12 +19,14 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, warning
 from smelt.data.tasks import task_traits
+from smelt.export.package.executorch_format import ExecutorchFormat
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import OriginScore, OriginStep, PackageFormat, PackageOrigin
 from smelt.export.package.standalone_format import StandaloneFormat
+from smelt.export.package.torch_export_format import TorchExportFormat
 from smelt.export.package.transformers_js import TransformersJsFormat
 from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
@@ -271,7 +273,7 @@ PACKAGE_FORMATS: dict[str, PackageFormat] = {
     form.name: form
     for form in (
         StandaloneFormat(), OneFileFormat(), OptimumFormat(), TransformersJsFormat(), GenaiFormat(),
-        TritonFormat(), HuggingFaceFormat(),
+        TritonFormat(), HuggingFaceFormat(), TorchExportFormat(), ExecutorchFormat(),
     )
 }  # fmt: skip
 

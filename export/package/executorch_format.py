@@ -1,0 +1,113 @@
+"""A program of ExecuTorch, `model.pte`, for phones and embedded devices, with XNNPACK's operators for CPUs.
+
+Source: https://docs.pytorch.org/executorch/stable/using-executorch-export.html
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, MissingDependencyError
+from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.torch_program import (
+    SUPPORTED_PROGRAMS,
+    check_program,
+    read_program,
+    write_preprocessing,
+)
+
+PROGRAM_FILE = "model.pte"
+# memory is planned for the longest text, and attention needs its square
+MAX_LENGTH = 512
+
+
+class ExecutorchFormat:
+    """A `.pte` file that the runtime of ExecuTorch runs: C++, Android, iOS, Python."""
+
+    name: ClassVar[str] = "executorch"
+    summary: ClassVar[str] = "one program of ExecuTorch (.pte) for mobile and embedded CPUs"
+    supported: ClassVar[SupportedArtifacts] = SUPPORTED_PROGRAMS
+    is_artifact: ClassVar[bool] = False
+
+    def check(self, artifact: Artifact) -> None:
+        """Require a model without quantized layers.
+
+        Raises:
+            InputError: it has some; names one.
+        """
+        check_program(artifact)
+
+    def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
+        """Write `model.pte` and compare it with the model, in ExecuTorch's runtime.
+
+        Raises:
+            InputError: ExecuTorch has no kernel for an operator of the model.
+            MissingDependencyError: ExecuTorch is not installed.
+            RunError: the program computes something else.
+        """
+        try:
+            from executorch.runtime import Runtime
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the format executorch needs the package executorch ({error}). Run: pip install"
+                " 'smelt[executorch]'",
+                code="not-installed",
+            ) from error
+        program = read_program(artifact)
+        limit = None if program.limit is None else min(program.limit, MAX_LENGTH)
+        (folder / PROGRAM_FILE).write_bytes(_lower(program.export(fixed_batch=True, limit=limit)))
+        method = Runtime.get().load_program(folder / PROGRAM_FILE).load_method("forward")
+        lengths = (2, limit) if limit else (1,)
+        program.require_equal(
+            lambda *tensors: method.execute(list(tensors))[0], PROGRAM_FILE, iter((1, n) for n in lengths)
+        )
+        code, packages, notes = write_preprocessing(artifact, folder)
+        example = (
+            f"from executorch.runtime import Runtime\n{code}\n"
+            f'method = Runtime.get().load_program("{PROGRAM_FILE}").load_method("forward")\n'
+            f"print(method.execute([inputs[name] for name in {json.dumps(program.input_names)}])[0])"
+        )
+        size = f" of 2 to {limit} tokens" if limit else ""
+        return UsageNotes(
+            install=f"pip install executorch=={_version()}{packages}",
+            run=f"python -c {shlex.quote(example.replace(chr(10), '; '))}",
+            examples=(("python", example),),
+            notes=(
+                *notes,
+                f"`forward` takes {', '.join(program.input_names)} in this order: one sample{size} per call.",
+                "It was lowered to XNNPACK; a runtime without that backend refuses it.",
+            ),
+        )
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("executorch")
+
+
+def _lower(exported: Any) -> bytes:
+    """Return the program of ExecuTorch for a torch.export.ExportedProgram.
+
+    Raises:
+        InputError: `unsupported-structure`, an operator has no kernel.
+    """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lowered = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+            return bytes(lowered.to_executorch().buffer)
+    except Exception as error:  # of several stages, without a common base
+        raise InputError(
+            f"ExecuTorch cannot lower this model: {' '.join(str(error).split())[:300]}. Package it as"
+            " torch-export, or an export to ONNX.",
+            code="unsupported-structure",
+        ) from error

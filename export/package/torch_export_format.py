@@ -1,0 +1,74 @@
+"""A program of torch.export, `model.pt2`, that torch loads without the model's code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import ClassVar
+
+from smelt.core.artifact import Artifact
+from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.torch_program import (
+    SUPPORTED_PROGRAMS,
+    check_program,
+    read_program,
+    write_preprocessing,
+)
+
+PROGRAM_FILE = "model.pt2"
+
+
+class TorchExportFormat:
+    """`torch.export.load("model.pt2")`: graph and weights, for torch, AOTInductor and other compilers."""
+
+    name: ClassVar[str] = "torch-export"
+    summary: ClassVar[str] = "one program of torch.export (.pt2)"
+    supported: ClassVar[SupportedArtifacts] = SUPPORTED_PROGRAMS
+    is_artifact: ClassVar[bool] = False
+
+    def check(self, artifact: Artifact) -> None:
+        """Require a model without quantized layers.
+
+        Raises:
+            InputError: it has some; names one.
+        """
+        check_program(artifact)
+
+    def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
+        """Write `model.pt2` and compare it with the model.
+
+        Raises:
+            InputError: torch.export cannot capture the model.
+            RunError: the loaded program computes something else.
+        """
+        import torch
+
+        program = read_program(artifact)
+        exported = program.export()
+        torch.export.save(exported, folder / PROGRAM_FILE)
+        loaded = torch.export.load(folder / PROGRAM_FILE).module()
+        longest = min(program.limit or 2, 40)
+        program.require_equal(
+            lambda *tensors: loaded(**dict(zip(program.input_names, tensors, strict=True))),
+            PROGRAM_FILE,
+            iter([(1, 5), (3, longest)]),
+        )
+        code, packages, notes = write_preprocessing(artifact, folder)
+        names = ", ".join(program.input_names)
+        example = (
+            f"import torch\n{code}\n"
+            f'model = torch.export.load("{PROGRAM_FILE}").module()\n'
+            f"print(model(**{{name: inputs[name] for name in {json.dumps(program.input_names)}}}))"
+        )
+        return UsageNotes(
+            install=f"pip install torch=={torch.__version__.partition('+')[0]}{packages}",
+            run=f"python -c {shlex.quote(example.replace(chr(10), '; '))}",
+            examples=(("python", example),),
+            notes=(
+                *notes,
+                f"Inputs, by name: {names}. The batch size and the length of texts are any.",
+                "torch promises no compatibility of such files between versions; load it with the version"
+                " above.",
+            ),
+        )

@@ -1,0 +1,216 @@
+"""Capture a torch artifact as one program with torch.export: the common part of the formats that hold one.
+
+Supported are models of one pass: classifiers, embedders, taggers, masked language models, images. The program
+takes the tensors that the model does, by position and by name, and returns logits or embeddings.
+
+Shapes: B = batch, L = tokens of the longest text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.core.artifact import Artifact
+from smelt.core.errors import InputError, RunError
+from smelt.data.tasks import task_traits, tasks_with
+from smelt.export.package.hub_files import (
+    copy_tokenizer_files,
+    extra_requirements,
+    preprocessing_notes,
+    with_prefix,
+)
+from smelt.export.package.package_format import SupportedArtifacts
+from smelt.models.edits import read_edits
+from smelt.runtimes.images import PIXEL_VALUES, PROCESSOR_FILE, read_processor
+
+TOLERANCE = 1e-3
+"""Largest difference of an output, of the standard deviation of all; as parity of fp32."""
+_EXAMPLE_LENGTH = 9
+SUPPORTED_PROGRAMS = SupportedArtifacts(
+    formats=frozenset({"torch"}),
+    tasks=frozenset(tasks_with(architecture="encoder")),
+    hint="Package the step before the export.",
+)
+
+
+@dataclass(frozen=True)
+class TorchProgram:
+    """A model to capture.
+
+    module: called with tensors in the order of `input_names`. limit: the maximum number of tokens; None for
+    images. image_size: height and width, for images.
+    """
+
+    module: Any
+    input_names: tuple[str, ...]
+    vocabulary: int
+    limit: int | None
+    image_size: tuple[int, int] | None
+
+    def inputs(self, batch: int, length: int) -> tuple[Any, ...]:
+        """Return random inputs: int64 [B, L] with padding in the last text, or float32 [B, 3, h, w]."""
+        import torch
+
+        generator = torch.Generator().manual_seed(batch * 1000 + length)
+        if self.image_size is not None:
+            return (torch.randn(batch, 3, *self.image_size, generator=generator),)
+        ids = torch.randint(0, self.vocabulary, (batch, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, max(1, 2 * length // 3) :] = 0
+        tensors = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+        return tuple(tensors[name] for name in self.input_names)
+
+    def export(self, fixed_batch: bool = False, limit: int | None = None) -> Any:
+        """Return the torch.export.ExportedProgram, of any batch size unless `fixed_batch` (1), and length.
+
+        Raises:
+            InputError: `unsupported-structure`, torch.export cannot capture the model.
+        """
+        import torch
+
+        length_dim = torch.export.Dim("length", min=2, max=limit) if limit else torch.export.Dim.AUTO
+        axes: dict[int, Any] = {} if fixed_batch else {0: torch.export.Dim.AUTO}
+        axes |= {1: length_dim} if self.image_size is None else {}
+        example = self.inputs(1 if fixed_batch else 2, min(_EXAMPLE_LENGTH, limit or _EXAMPLE_LENGTH))
+        named = dict(zip(self.input_names, example, strict=True))
+        try:
+            with torch.no_grad():
+                return torch.export.export(
+                    self.module, (), named, dynamic_shapes=dict.fromkeys(named, axes), strict=False
+                )
+        except Exception as error:  # its error classes share no other base
+            kind = type(self.module.model).__name__
+            raise InputError(
+                f"torch.export cannot capture {kind}: {' '.join(str(error).split())[:300]}. Package an export"
+                " to ONNX, such as standalone.",
+                code="unsupported-structure",
+            ) from error
+
+    def require_equal(self, run: Any, name: str, shapes: Iterator[tuple[int, int]]) -> None:
+        """Require that `run`, a function of tensors, returns the model's outputs.
+
+        Args:
+            run: of the loaded file.
+            name: of the file.
+            shapes: batch sizes and lengths to compare.
+
+        Raises:
+            RunError: `parity-failed`.
+        """
+        import torch
+
+        for batch, length in shapes:
+            inputs = self.inputs(batch, length)
+            with torch.no_grad():
+                expected, actual = self.module(*inputs), run(*inputs)
+            difference = float((actual - expected).abs().max() / (expected.std(correction=0) or 1.0))
+            if actual.shape != expected.shape or not difference <= TOLERANCE:
+                raise RunError(
+                    f"{name}: outputs differ from the model's by {difference:.3g} standard deviations, limit"
+                    f" {TOLERANCE:g}. Report this with the model's config.json.",
+                    code="parity-failed",
+                    file=name,
+                )
+
+
+def check_program(artifact: Artifact) -> None:
+    """Require layers that torch computes as they are stored.
+
+    Raises:
+        InputError: `unsupported-structure`, names the first quantized layer.
+    """
+    quantized = [str(e.get("module")) for e in read_edits(artifact.path) if e.get("op") == "quantize"]
+    if quantized:
+        raise InputError(
+            f"{len(quantized)} of its layers are quantized ({quantized[0]}, ...), which torch only emulates."
+            " Package a step before quantize, or an export to ONNX.",
+            code="unsupported-structure",
+        )
+
+
+def read_program(artifact: Artifact) -> TorchProgram:
+    """Load the model of `artifact` in float32."""
+    import torch
+    from torch import nn
+
+    from smelt.models.checkpoint import load_model, load_tokenizer
+    from smelt.models.sentence_model import encoder_result
+    from smelt.models.text_rules import NO_LIMIT, is_sentence_model, max_input_length
+    from smelt.models.tokenizer import uses_token_types
+
+    class SinglePass(nn.Module):
+        """Tensors in, one tensor out."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            attention_mask: torch.Tensor,
+            token_type_ids: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+            return encoder_result(
+                self.model(input_ids=input_ids, attention_mask=attention_mask, **types)
+            ).float()
+
+    class SinglePassImage(nn.Module):
+        """Pixels in, logits out."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(pixel_values=pixel_values).logits.float()
+            return logits
+
+    model, _ = load_model(artifact.path)
+    model.requires_grad_(False)  # a program keeps this, and its outputs would need detach()
+    config = model.config.to_dict()
+    if task_traits(artifact.manifest.task).modality == "image":
+        size = read_processor(artifact.path).shape
+        if size is None:
+            raise InputError(
+                f"its {PROCESSOR_FILE} has no fixed image size. Set size with height and width.",
+                code="missing-image-size",
+            )
+        return TorchProgram(SinglePassImage(model).eval(), (PIXEL_VALUES,), 0, None, size)
+    names: tuple[str, ...] = ("input_ids", "attention_mask")
+    names += ("token_type_ids",) if uses_token_types(config) and not is_sentence_model(model) else ()
+    limit = max_input_length(load_tokenizer(artifact.path), config)
+    module = SinglePass(model).eval()
+    return TorchProgram(module, names, int(config["vocab_size"]), min(limit, NO_LIMIT), None)
+
+
+def write_preprocessing(artifact: Artifact, folder: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Copy config.json and the tokenizer or image processor.
+
+    Returns:
+        The lines of Python that make `inputs`, a dict of tensors; the packages that they need, with a leading
+        space; notes for the README.
+    """
+    import shutil
+
+    source = artifact.path
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    if task_traits(artifact.manifest.task).modality == "image":
+        shutil.copyfile(source / PROCESSOR_FILE, folder / PROCESSOR_FILE)
+        code = (
+            "from PIL import Image\nfrom transformers import AutoImageProcessor\n"
+            'processor = AutoImageProcessor.from_pretrained(".")\n'
+            'inputs = dict(processor(Image.open("photo.jpg"), return_tensors="pt"))'
+        )
+        return code, " transformers pillow torchvision", ()
+    copy_tokenizer_files(source, folder)
+    code = (
+        "from transformers import AutoTokenizer\n"
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+        f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="pt"))'
+    )
+    return code, f" transformers{extra_requirements(folder)}", preprocessing_notes(source)

@@ -137,7 +137,7 @@ def read_program(artifact: Artifact) -> TorchProgram:
     from torch import nn
 
     from smelt.models.checkpoint import load_model, load_tokenizer
-    from smelt.models.sentence_model import encoder_result
+    from smelt.models.sentence_model import head_output
     from smelt.models.text_rules import NO_LIMIT, is_sentence_model, max_input_length
     from smelt.models.tokenizer import uses_token_types
 
@@ -155,7 +155,7 @@ def read_program(artifact: Artifact) -> TorchProgram:
             token_type_ids: torch.Tensor | None = None,
         ) -> torch.Tensor:
             types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-            return encoder_result(
+            return head_output(
                 self.model(input_ids=input_ids, attention_mask=attention_mask, **types)
             ).float()
 

@@ -85,19 +85,20 @@ def parse_references(
     references = row.get(several)
     if references is None:
         references = [text_of_column(row, single, location, setting)]
-    if not isinstance(references, list) or not all(isinstance(r, str) for r in references):
+    elif not isinstance(references, list) or not all(isinstance(r, str) for r in references):
         raise InputError(
             f"{location}: column '{several}' must be a list of texts, got {repr(references)[:80]}",
             code="wrong-column-type",
         )
+    else:
+        for reference in references:
+            reject_surrogates(reference, location, several)
     if not references or not all(reference.strip() for reference in references):
         raise InputError(
             f"{location}: the {'target' if setting == 'target' else 'response'} is empty; a model would learn"
             " to generate nothing. Remove or fill such rows.",
             code="empty-text",
         )
-    for reference in references:
-        reject_surrogates(reference, location, several)
     return tuple(references)
 
 

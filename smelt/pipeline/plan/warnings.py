@@ -117,12 +117,14 @@ def agreement_warnings(recipe: ParsedRecipe) -> list[Message]:
 
 def _unbalanced_quote_warnings(split: Split, name: str) -> list[Message]:
     """Return a warning if texts contain a line break and a tab, which an unclosed quote may cause."""
+    if not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
+        return []
     numbers = [
         e.line or e.row or index + 1
         for index, e in enumerate(split.examples)
         if any("\n" in text and "\t" in text for text in (e.text, e.text_pair or "", *e.references))
     ]
-    if not numbers or not split.origin.removesuffix(".gz").endswith((".tsv", ".csv")):
+    if not numbers:
         return []
     return [
         warning(

@@ -9,7 +9,7 @@ from onnxruntime.quantization.quant_utils import quantize_data
 from torch import nn
 from torch.nn import functional as F
 
-from smelt.compress.quantize.hqq import hqq_grid
+from smelt.compress.quantize.hqq import _fit_grid as fit_hqq_grid
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.export.parity.references import dequantize_graph
@@ -200,14 +200,19 @@ def test_joined_layers_keep_their_zero_points():
 
 
 @BY
-def test_hqq_keeps_one_zero_point_for_a_tensor_and_lowers_the_error(granularity):
+def test_hqq_moves_one_zero_point_for_a_tensor_and_others_by_row(granularity):
     scheme = find_scheme("int8-dynamic")
     options = default_options(scheme) | ASYMMETRIC | {"granularity": granularity}
     groups = shifted().weight.detach()[:, None]
-    groups[0, 0, 0] = 4.0
-    grid = hqq_grid(groups, 48, scheme, options)
-    assert (grid["zeros"].unique().numel() == 1) == (granularity == "tensor")
-    assert int(scheme.quantize(groups, grid, options).max()) <= 255
+    grid = dict(scheme.compute_qparams(groups, 48, options))
+    values = scheme.dequantize(scheme.quantize(groups, grid, options), grid, options)
+    offsets = torch.arange(40.0)[:, None] % 5  # of the rows, in steps; 2 on average
+    target = values - (offsets * grid["scales"])[..., None]
+    moved = fit_hqq_grid(target, values, grid, torch.ones(1, 48), scheme, options)["zeros"].int()
+    expected = (
+        grid["zeros"].int() + (torch.full_like(offsets, 2) if granularity == "tensor" else offsets).int()
+    )
+    assert moved.tolist() == expected.clamp(max=255).tolist()
 
 
 @BY

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 INFER_FILE, SERVE_FILE, INFER_SETTINGS_FILE = "infer.py", "serve.py", "infer.json"
+CPP_FOLDER = "cpp"  # an example of ONNX Runtime's C++ API
 REQUIREMENTS_FILE, SERVE_REQUIREMENTS_FILE = "requirements.txt", "requirements-serve.txt"
 
 
@@ -96,6 +98,12 @@ class StandaloneFormat:
         (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *extra_packages), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
+        if task_traits(task).modality == "text":
+            shutil.copytree(PARTS_FOLDER / CPP_FOLDER, folder / CPP_FOLDER)
+            notes = [
+                *notes,
+                f"`{CPP_FOLDER}/` is an example for ONNX Runtime's C++ API: token ids in, ids or logits out.",
+            ]
         example_argument = (
             "photo.jpg" if task_traits(task).modality == "image" else task_spec(task).command_input
         )

@@ -42,6 +42,7 @@ _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"})
 _NOTES_PATTERN = re.compile(r"(readme|licen[sc]e|notice|copying)(\.(txt|rst))?|.*\.md", re.IGNORECASE)
 _PYCACHE = "__pycache__"  # created by Python when a package's infer.py is imported
 _PACKAGED_PATTERN, _README_CHARACTERS = re.compile(r"packaged by smelt as `([\w.-]{1,40})`"), 20_000
+_CPP_FOLDER = "cpp"  # a package's example, and what a user builds there
 _PACKAGE_FILES = frozenset(
     {
         "infer.py", "serve.py", "infer.json", "requirements.txt", "requirements-serve.txt", "Dockerfile",
@@ -333,9 +334,9 @@ def unexpected_files(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, s
 
 def is_ignorable_file(relative_path: Path) -> bool:
     """Return whether the file, by its relative name, is never read as part of a model."""
-    if relative_path.as_posix() in _PACKAGE_FILES or any(
-        p.startswith(".") or p == _PYCACHE for p in relative_path.parts
-    ):
+    if relative_path.as_posix() in _PACKAGE_FILES or relative_path.parts[:1] == (_CPP_FOLDER,):
+        return True
+    if any(p.startswith(".") or p == _PYCACHE for p in relative_path.parts):
         return True
     return (
         relative_path.name.lower() in _SYSTEM_FILES

@@ -270,7 +270,7 @@ def _write_graph(
     expand_placeholders_in_file(path)
     if settings.target == "ort-cpu":
         fuse_biases_in_file(path)
-        remove_padding_in_file(path)
+        remove_padding_in_file(path, split_attention=file_dtype(settings) == "fp32")
     if graph.input_defaults and settings.graph_target not in (
         "tensorrt",
         "openvino",

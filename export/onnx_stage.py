@@ -296,7 +296,7 @@ def _write_graph(
         fuse_biases_in_file(path)
         # the number of real tokens is a dynamic size; norms are found by their operator
         if settings.sequence_length is None and ctx.details["opset"] >= LAYER_NORM_OPSET:
-            remove_padding_in_file(path)
+            remove_padding_in_file(path, split_attention=file_dtype(settings) == "fp32")
     if graph.input_defaults and settings.graph_target not in (
         "tensorrt",
         "openvino",

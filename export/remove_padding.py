@@ -13,6 +13,11 @@ it, pooling weights it with 0. Results at real tokens do not change, except that
 The Gather also replaces the Split into equal parts, and the transpose that puts heads first, so that little
 time is lost without padding (docs/measurements/loop.md#encoder-without-padding).
 
+Masked self-attention becomes two FusedMatMul and a Softmax. Their Gather puts the axis of the length first,
+from where FusedMatMul reads the heads without a transpose. MultiHeadAttention transposes its inputs and
+copies the mask for each head, and takes up to 1.7 times as long, with the same bits as result
+(docs/measurements/peers.md#attention-of-encoders).
+
 Source: Zeng et al. 2022, Boosting Distributed Training Performance of the Unpadded BERT Model,
 arXiv:2208.08124.
 
@@ -62,17 +67,19 @@ _MASK_READERS = frozenset({"MultiHeadAttention", "Shape"})
 _LAST_AXIS_INDEX = 2
 _HEADS_FIRST = [0, 2, 1, 3]
 _MASK = "attention_mask"
+_ATTENTION_INPUTS = 5  # query, key, value, bias, mask of the keys
+_MASK_VALUE = -10_000.0  # MultiHeadAttention's default
 
 
-def remove_padding_in_file(path: Path) -> int:
+def remove_padding_in_file(path: Path, split_attention: bool = True) -> int:
     """Apply `remove_padding` to the graph in `path`; external weights are not moved."""
     model = read_graph(path, values=False)
-    if count := remove_padding(model):
+    if count := remove_padding(model, split_attention):
         write_graph(model, path)
     return count
 
 
-def remove_padding(model: Any) -> int:
+def remove_padding(model: Any, split_attention: bool = True) -> int:
     """Gather the real tokens of an encoder's graph, in place; return how many products read them.
 
     Graphs without an `attention_mask` of the shape of `input_ids`, int64, 0 or 1, are not changed, nor are
@@ -80,6 +87,7 @@ def remove_padding(model: Any) -> int:
 
     Args:
         model: onnx.ModelProto; external weights need not be loaded.
+        split_attention: replace masked self-attention by matrix multiplications, for float32 graphs.
     """
     graph = model.graph
     shapes = _Shapes(graph)
@@ -88,7 +96,7 @@ def remove_padding(model: Any) -> int:
     unpadded = _unpadded_nodes(graph, shapes)
     count = sum(node.op_type in _PRODUCTS for node in graph.node if node.output[0] in unpadded)
     if count:
-        _Rewriter(graph, shapes, unpadded).rewrite()
+        _Rewriter(graph, shapes, unpadded, split_attention).rewrite()
     return count
 
 
@@ -214,8 +222,9 @@ class _Rewriter:
     a linear layer with its bias and activation (Gemm), which with three it does not.
     """
 
-    def __init__(self, graph: Any, shapes: _Shapes, unpadded: set[str]) -> None:
+    def __init__(self, graph: Any, shapes: _Shapes, unpadded: set[str], split_attention: bool) -> None:
         self._graph, self._shapes, self._unpadded = graph, shapes, unpadded
+        self._split_attention = split_attention
         self._builder = GraphBuilder(first="unpad.")
         self._readers: dict[str, list[Any]] = defaultdict(list)
         for node in graph.node:
@@ -229,13 +238,20 @@ class _Rewriter:
         self._indices: dict[tuple[int, int, int], str] = {}
         self._scaled: dict[tuple[int, bool], str] = {}
         self._removed: set[str] = set()
+        self._length_first: dict[tuple[int, int], str] = {}
+        self._biases: dict[float, str] = {}
+        # the mask in the type that MultiHeadAttention reads
+        casts = (node for node in graph.node if node.op_type == "Cast" and node.input[0] == _MASK)
+        self._cast_masks = {node.output[0] for node in casts}
 
     def rewrite(self) -> None:
         """Replace the graph's nodes."""
         self._add_indices()
         for node in self._graph.node:
             name = node.output[0]
-            if name not in self._unpadded:
+            if self._split_attention and self._is_masked_self_attention(node):
+                self._append_attention(node)
+            elif name not in self._unpadded:
                 for input_name in sorted(node_inputs(node)):
                     self._restore_padding(input_name)
                 if name not in self._removed:
@@ -364,6 +380,61 @@ class _Rewriter:
         self._removed |= {reshape.output[0], transpose.output[0]}
         self._padded.add(transpose.output[0])
         return transpose.output[0], *shape
+
+    def _is_masked_self_attention(self, node: Any) -> bool:
+        """Return whether a node is attention of [B, L, W] under the mask, all of which exist as real tokens."""
+        if node.op_type != "MultiHeadAttention" or len(node.input) != _ATTENTION_INPUTS or node.input[3]:
+            return False
+        return (
+            node.input[4] in self._cast_masks
+            and all(name in self._tokens or name in self._parts for name in node.input[:3])
+            and all(self._shapes.width(name) for name in (*node.input[:3], node.output[0]))
+            and {a.name for a in node.attribute} <= {"num_heads", "scale", "mask_filter_value"}
+        )
+
+    def _append_attention(self, node: Any) -> None:
+        """Append softmax(scale q k^T + bias) v; the bias of padding is MultiHeadAttention's."""
+        b, name = self._builder, node.output[0]
+        attributes = {a.name: a.i or a.f for a in node.attribute}
+        heads = int(attributes["num_heads"])
+        query, key, value = (self._heads_of(part, heads) for part in node.input[:3])
+        width = self._shapes.width(node.input[0]) // heads
+        scores = b.op(
+            "FusedMatMul",
+            query,
+            key,
+            domain="com.microsoft",
+            transBatchA=1,
+            transBatchB=1,
+            transB=1,
+            alpha=attributes.get("scale") or width**-0.5,
+        )
+        masked = b.op("Add", scores, self._bias(attributes.get("mask_filter_value", _MASK_VALUE)))
+        weights = b.op("Softmax", masked, axis=-1)
+        context = b.op("FusedMatMul", weights, value, domain="com.microsoft", transBatchB=1)
+        tokens = b.op("GatherND", b.op("Transpose", context, perm=_HEADS_FIRST), self._places)
+        self._tokens[name] = b.op("Reshape", tokens, b.const([-1, self._shapes.width(name)]))
+
+    def _heads_of(self, name: str, heads: int) -> str:
+        """Return a value as [L, B, H, d]."""
+        b, width = self._builder, self._shapes.width(name)
+        source, part, parts = self._parts.get(name) or (self._tokens[name], 0, 1)
+        if (parts, part) not in self._length_first:
+            self._length_first[parts, part] = b.op("Transpose", self._index(parts, part, 0), perm=[1, 0])
+        rows = self._rows(source, width) if parts > 1 else source
+        gathered = b.op("Gather", rows, self._length_first[parts, part], axis=0)
+        return b.op("Reshape", gathered, b.const([0, 0, heads, width // heads]))
+
+    def _bias(self, value: float) -> str:
+        """Return what is added to scores: float32 [B, 1, 1, L], 0 or at padding `value`."""
+        from onnx import TensorProto
+
+        if value not in self._biases:
+            b = self._builder
+            padding = b.op("Sub", b.op("Cast", _MASK, to=TensorProto.FLOAT), b.const(1, np.float32))
+            scaled = b.op("Mul", padding, b.const(-value, np.float32))
+            self._biases[value] = b.op("Unsqueeze", scaled, b.const([1, 2]))
+        return self._biases[value]
 
     def _only_reader(self, name: str) -> Any | None:
         readers = self._readers[name]

@@ -88,7 +88,7 @@ def serve(job: Job) -> Opened:
         n_batch=512,
         n_threads=job["threads"],
         n_threads_batch=job["threads"],
-        verbose=False,
+        verbose=True,  # into the log: without it an abort of llama.cpp leaves no message
     )
 
     def run(rows: Rows, case: Case) -> Rows:

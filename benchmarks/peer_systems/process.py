@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import platform
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_systems.systems import ENVIRONMENTS, TORCH, System
+from peer_systems.systems import COMPILED, ENVIRONMENTS, TORCH, System
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 MADE_FILE, MISSING_FILE = "made.json", "missing.txt"
@@ -28,36 +32,55 @@ def python_of(envs: Path, environment: str) -> str:
     return sys.executable if environment == "smelt" else str(envs / environment / "bin" / "python")
 
 
-def _reason(output: str) -> str:
-    """Return the line of a failed command's output that says most: the last one that names an error."""
+def _reason(output: str, status: int) -> str:
+    """Return why a command failed: the last line of its output that names an error, and its signal if any."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.split(" ")[0].lower()] or lines or ["no output"]
-    return errors[-1][:300]
+    ended = f"{signal.Signals(-status).name}: " if status < 0 else ""
+    return ended + errors[-1][:300]
+
+
+def _wanted(environment: str) -> list[str]:
+    """Return what an environment is made of: packages, and the processor that some are compiled for."""
+    processor = [processor_flags()] if environment in COMPILED else []
+    return [*ENVIRONMENTS[environment], *processor]
+
+
+def processor_flags() -> str:
+    """Return what distinguishes processors for a compiler: a hash of their instruction sets."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), platform.machine())
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]
 
 
 def create_environment(envs: Path, environment: str, minutes: float) -> None:
     """Make an environment with the packages of the table, once.
 
     Raises:
-        NotThereError: pip failed, now or in an earlier call; remove the folder to try again.
+        SystemUnavailableError: pip failed, now or in an earlier call; remove the folder to try again.
     """
     if environment == "smelt":
         return
     folder = envs / environment
     mark, missing = folder / MADE_FILE, folder / MISSING_FILE
-    wanted = list(ENVIRONMENTS[environment])
+    wanted = _wanted(environment)
     if mark.exists() and json.loads(mark.read_text()) == wanted:
         return
+    if environment in COMPILED and mark.exists():
+        shutil.rmtree(folder)  # made for another processor: pip would keep what it compiled there
     if missing.exists():
         raise SystemUnavailableError(f"not installed: {missing.read_text()}")
     if not Path(python_of(envs, environment)).exists():
         venv.create(folder, with_pip=True, symlinks=True)
     constraint = folder / "constraint.txt"
     constraint.write_text(TORCH + "\n")
-    pip = [python_of(envs, environment), "-m", "pip", "install", "-q", "-c", str(constraint), *wanted]
+    pip = [python_of(envs, environment), "-m", "pip", "install", "-q", "-c", str(constraint)]
+    pip += ["--no-cache-dir"] if environment in COMPILED else []  # a cached wheel may be of another processor
+    pip += ENVIRONMENTS[environment]
     try:
         done = subprocess.run(pip, check=False, capture_output=True, text=True, timeout=60 * minutes)
-        failed = _reason(done.stderr) if done.returncode else ""
+        failed = _reason(done.stderr, done.returncode) if done.returncode else ""
     except subprocess.TimeoutExpired:
         failed = f"pip did not end within {minutes:g} minutes"
     if failed:
@@ -83,7 +106,7 @@ def make(envs: Path, system: System, job: dict[str, Any], minutes: float) -> flo
     """Make a system's files, once; return how many seconds that took.
 
     Raises:
-        NotThereError: its worker failed, now or in an earlier call; remove its folder to try again.
+        SystemUnavailableError: its worker failed, now or in an earlier call; remove its folder to try again.
     """
     files = Path(job["files"])
     mark, missing = files / MADE_FILE, files / MISSING_FILE
@@ -104,7 +127,7 @@ def make(envs: Path, system: System, job: dict[str, Any], minutes: float) -> flo
             timeout=60 * minutes,
             env=environment_of(2),
         )
-        failed = _reason(done.stderr) if done.returncode else ""
+        failed = _reason(done.stderr, done.returncode) if done.returncode else ""
     except subprocess.TimeoutExpired:
         failed = f"it did not end within {minutes:g} minutes"
     if failed:
@@ -119,7 +142,7 @@ class Worker:
     """A system's process, which is blocked on a pipe when it is not its turn.
 
     Raises:
-        NotThereError: it ended before it was ready, or at work.
+        SystemUnavailableError: it ended before it was ready, or at work.
     """
 
     def __init__(self, envs: Path, system: System, job: dict[str, Any], log: Path) -> None:
@@ -146,8 +169,9 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()
-            raise SystemUnavailableError(f"does not run: {_reason(self._log.read_text(errors='replace'))}")
+            status = self._process.wait()
+            reason = _reason(self._log.read_text(errors="replace"), status)
+            raise SystemUnavailableError(f"does not run: {reason}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -25,6 +25,8 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "llamacpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0", "numpy==2.4.6"),
 }
 """What pip installs in each. torch is constrained, so that a looser wish elsewhere cannot change it."""
+COMPILED = ("llamacpp",)
+"""Environments whose packages pip compiles for this machine's processor; another one may not run them."""
 
 
 @dataclass(frozen=True)

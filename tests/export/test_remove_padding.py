@@ -234,3 +234,74 @@ def seq2seq_runner(tmp_path_factory):
     write_generation_graphs(folder, ["encoder_model", "decoder_with_past_model"])
     with open_folder(folder, "onnx", "ort-cpu", 1) as runner:
         yield runner, generation_models.make_model("marian")
+
+
+def make_attention_graph(packed, heads=2, value=None):
+    """Return masked self-attention between linear layers, of one packed matrix or of three."""
+    width, parts = 8, ("query", "key", "value")
+    sizes = {"wide": (WIDTH, 3 * width), "out": (width, WIDTH), **dict.fromkeys(parts, (WIDTH, width))}
+    matrices = {
+        f"{name}.weight": np.random.default_rng(number).normal(size=shape).astype(np.float32)
+        for number, (name, shape) in enumerate(sizes.items())
+    }
+    if packed:
+        nodes = [
+            helper.make_node("MatMul", ["embedded", "wide.weight"], ["joint"]),
+            helper.make_node("Split", ["joint"], parts, axis=-1, num_outputs=3),
+        ]
+    else:
+        nodes = [helper.make_node("MatMul", ["embedded", f"{name}.weight"], [name]) for name in parts]
+    settings = {} if value is None else {"mask_filter_value": value, "scale": 0.25}
+    nodes += [
+        helper.make_node("Cast", ["attention_mask"], ["keys"], to=TensorProto.INT32),
+        helper.make_node(
+            "MultiHeadAttention", [*parts, "", "keys"], ["attended"],
+            domain="com.microsoft", num_heads=heads, **settings,
+        ),
+        helper.make_node("MatMul", ["attended", "out.weight"], ["hidden"]),
+    ]  # fmt: skip
+    model = make_graph(nodes, {"hidden": HIDDEN_SHAPE}, matrices)
+    info = helper.make_tensor_value_info("attended", TensorProto.FLOAT, ["batch", "length", width])
+    model.graph.value_info.append(info)
+    return model
+
+
+@pytest.mark.parametrize("mask", [MASK, np.ones_like(MASK)], ids=["padding", "none"])
+@pytest.mark.parametrize(("packed", "value"), [(True, None), (False, None), (True, -2.0)])
+def test_split_attention_has_the_bits_of_fused_attention(packed, value, mask):
+    """A mask value of -2 shows that padding is weighted as the operator does."""
+    fused, split = (make_attention_graph(packed, value=value) for _ in range(2))
+    assert remove_padding(fused, split_attention=False) == remove_padding(split) > 0
+    operators = [{node.op_type for node in model.graph.node} for model in (fused, split)]
+    assert ["MultiHeadAttention" in kinds for kinds in operators] == [True, False]
+    onnx.checker.check_model(split, full_check=True)
+    (expected,), (actual,) = run(fused, mask), run(split, mask)
+    np.testing.assert_array_equal(actual[mask == 1], expected[mask == 1])
+    assert np.ptp(actual) > 0
+
+
+@pytest.mark.parametrize("change", ["bias", "other mask", "unidirectional"])
+def test_other_attention_is_not_split(change):
+    model = make_attention_graph(packed=True)
+    (node,) = [node for node in model.graph.node if node.op_type == "MultiHeadAttention"]
+    if change == "bias":
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros(24, np.float32), "bias.24"))
+        node.input[3] = "bias.24"
+    elif change == "other mask":
+        model.graph.input.append(
+            helper.make_tensor_value_info("other", TensorProto.INT32, ["batch", "length"])
+        )
+        node.input[4] = "other"
+    else:
+        node.attribute.append(helper.make_attribute("unidirectional", 1))
+    assert remove_padding(model)
+    assert any(node.op_type == "MultiHeadAttention" for node in model.graph.node)
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("bert", "fp32"), ("bert", "int8"), ("marian", "static")])
+def test_exported_encoder_splits_all_attention(family, scheme):
+    exported = exported_graphs(family, scheme)
+    model = onnx.load(exported.folder / f"{exported.subject.graphs[0].name}.onnx")
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("FusedMatMul") == 2 * kinds.count("Softmax") > 0
+    assert "MultiHeadAttention" not in kinds

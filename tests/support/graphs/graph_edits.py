@@ -33,6 +33,17 @@ def find_nodes(model: Any, *kinds: str) -> list[Any]:
     return nodes
 
 
+def split_attention(model: Any) -> tuple[Any, Any]:
+    """Return the products query x key and weights x value of the first attention of matrix products."""
+    scores, context = find_nodes(model, "FusedMatMul")[:2]
+    return scores, context
+
+
+def has_attention_operator(model: Any) -> bool:
+    """Return whether attention is one operator, not matrix products."""
+    return any(node.op_type in ATTENTION_OPERATORS for node in model.graph.node)
+
+
 def find_constant(model: Any, *words: str) -> Any:
     """Return the first constant whose name holds all `words`."""
     tensors = (t for t in model.graph.initializer if all(fragment in t.name for fragment in words))

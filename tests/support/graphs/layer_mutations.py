@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from tests.support.graphs.graph_edits import (
     ATTENTION_OPERATORS,
@@ -13,12 +13,14 @@ from tests.support.graphs.graph_edits import (
     NotApplicable,
     find_constant,
     find_nodes,
+    has_attention_operator,
     head_width,
     insert_after_node,
     mutation,
     replace_values,
     residual_additions,
     rewire,
+    split_attention,
 )
 
 
@@ -84,6 +86,13 @@ def _drop(model: Any, count: int) -> None:
 @mutation
 def swap_heads(model: Any) -> None:
     """The first two heads of the first attention change places."""
+    if not has_attention_operator(model):
+        scores, context = split_attention(model)
+        producer = next(n for n in model.graph.node if scores.input[0] in n.output)
+        shape = next(n for n in model.graph.node if producer.input[1] in n.output)
+        heads = int(numpy_helper.to_array(shape.attribute[0].t)[2])
+        insert_after_node(model, context, "Gather", np.array([1, 0, *range(2, heads)]), axis=1)
+        return
     node = find_nodes(model, *ATTENTION_OPERATORS)[0]
     heads = next(a.i for a in node.attribute if a.name == "num_heads")
     width = head_width(model, node, heads)
@@ -105,6 +114,12 @@ def swap_key_and_value(model: Any) -> None:
 
 
 def _swap_inputs(model: Any, a: int, b: int) -> None:
+    if not has_attention_operator(model):
+        scores, context = split_attention(model)
+        places = [(scores, 0), (scores, 1), (context, 1)]
+        (node, i), (other, j) = places[a], places[b]
+        node.input[i], other.input[j] = other.input[j], node.input[i]
+        return
     for node in find_nodes(model, "MultiHeadAttention"):
         if node.input[a] and node.input[b] and "encoder" not in node.input[1]:
             node.input[a], node.input[b] = node.input[b], node.input[a]
@@ -149,7 +164,9 @@ def swap_outputs(model: Any) -> None:
 @mutation
 def other_softness(model: Any) -> None:
     """The products of queries and keys are scaled by another factor."""
-    attribute = next(a for a in find_nodes(model, *ATTENTION_OPERATORS)[0].attribute if a.name == "scale")
+    whole = has_attention_operator(model)
+    node = find_nodes(model, *ATTENTION_OPERATORS)[0] if whole else split_attention(model)[0]
+    attribute = next(a for a in node.attribute if a.name == ("scale" if whole else "alpha"))
     attribute.f *= 1.05
 
 

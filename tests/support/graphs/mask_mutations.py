@@ -11,15 +11,23 @@ from tests.support.graphs.graph_edits import (
     ATTENTION_OPERATORS,
     NotApplicable,
     find_nodes,
+    has_attention_operator,
     insert_after_value,
     mutation,
     rewire,
+    split_attention,
 )
 
 
 @mutation
 def drop_padding_mask(model: Any) -> None:
     """The first attention that has a mask, or a bias of padding, forgets it."""
+    if not has_attention_operator(model):
+        scores, _ = split_attention(model)
+        (masked,) = [node for node in model.graph.node if scores.output[0] in node.input]
+        masked.op_type = "Identity"
+        del masked.input[1:]
+        return
     for node in find_nodes(model, *ATTENTION_OPERATORS):
         mask_input = 4 if node.op_type == "MultiHeadAttention" else 10
         if len(node.input) > mask_input and node.input[mask_input]:

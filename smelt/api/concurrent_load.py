@@ -46,6 +46,8 @@ _SERVICE_FILE = "serve.py"
 _START_SECONDS = 120
 _REQUEST_SECONDS = 120
 _PERCENTILES = (50, 95, 99)
+# of each caller in a round, so that the queue is not only being filled and emptied
+_LEAST_REQUESTS = 4
 
 Call = Callable[[str], None]
 """Answers one text; raises a SmeltError if it cannot."""
@@ -55,7 +57,7 @@ Target = Callable[[], AbstractContextManager[Call]]
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is measured: numbers of callers, requests per round and number of callers, rounds, threads.
+    """What is measured: numbers of callers, requests per round (at least four per caller), rounds, threads.
 
     http: over the service of a standalone package, else in process. texts: number of different texts.
     threads: CPU threads per call; None: the artifact's setting, else 1.
@@ -241,7 +243,7 @@ def _measure_targets(
         for round_number in range(settings.rounds + 1):
             for (name, callers), rounds in measured.items():
                 # the first round opens graphs and connections, and is not counted
-                count = max(callers, settings.requests if round_number else 1)
+                count = max(_LEAST_REQUESTS * callers, settings.requests) if round_number else callers
                 if name not in errors:
                     try:
                         latencies_ms, seconds = send_requests(targets[name], texts, count, callers)
@@ -272,30 +274,34 @@ def send_requests(
         waiting.put(text)
     latencies_ms: list[float] = []
     errors: list[BaseException] = []
+    begins: list[float] = []
+    # starting a thread takes longer than a small model's call, so all wait for the last one
+    start = threading.Barrier(callers, action=lambda: begins.append(time.perf_counter()))
 
     def caller() -> None:
         try:
             with target() as call:
+                start.wait()
                 while not errors:
                     text = waiting.get_nowait()
                     begin = time.perf_counter()
                     call(text)
                     latencies_ms.append(1000 * (time.perf_counter() - begin))
-        except queue.Empty:
+        except (queue.Empty, threading.BrokenBarrierError):
             return
         except Exception as error:  # raised again below, in the caller's thread
             errors.append(error)
+            start.abort()
 
     threads = [threading.Thread(target=caller) for _ in range(callers)]
-    begin = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - begin
+    end = time.perf_counter()
     if errors:
         raise errors[0]
-    return latencies_ms, seconds
+    return latencies_ms, end - begins[0]
 
 
 @contextmanager
@@ -398,10 +404,11 @@ def load_table(result: Mapping[str, Any]) -> str:
             lines.append(f"{name[:room]:{room}} {callers:>7}{columns}")
     settings, texts = result["settings"], result["texts"]
     place = "over HTTP, with serve.py on this machine" if settings["http"] else "in one process"
+    num_texts = min(settings["texts"], texts["n"])
     notes = [
-        f"Each request is one text ({settings['texts']:,} of {texts['n']:,}, {texts['from']}), {place}."
-        f" {settings['rounds']} rounds of {settings['requests']:,} requests. {os.cpu_count()} cores,"
-        f" {result['environment']['cpu']}."
+        f"Each request is one text ({num_texts:,} of {texts['n']:,}, {texts['from']}), {place}."
+        f" {settings['rounds']} rounds of {settings['requests']:,} requests, or four per caller."
+        f" {os.cpu_count()} cores, {result['environment']['cpu']}."
     ]
     notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
     return "\n".join([*lines, "", *(line for note in notes for line in textwrap.wrap(note, _WIDTH))])

@@ -60,7 +60,9 @@ def _require_used_options(
     help="Measure concurrent requests of so many callers; may be repeated.",
 )
 @click.option(
-    "--requests", type=click.IntRange(1, 1_000_000), help="Requests per round of --callers (default: 100)."
+    "--requests",
+    type=click.IntRange(1, 1_000_000),
+    help="Requests per round of --callers (default: 100; at least four per caller).",
 )
 @click.option("--http", is_flag=True, help="Send the requests to each package's service, which is started.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 4096), metavar="N", help="Maximum output length.")

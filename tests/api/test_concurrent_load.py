@@ -33,7 +33,7 @@ def test_each_number_of_callers_has_a_row(http):
     assert result.exit_code == 0, result.output
     content, (rows,) = measured(result)
     assert [row["callers"] for row in rows] == [1, 6]
-    assert [row["requests"] for row in rows] == [3 * 4, 3 * 6]  # at least one for each caller
+    assert [row["requests"] for row in rows] == [3 * 4, 3 * 4 * 6]  # at least four for each caller
     for row in rows:
         assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
         assert row["throughput_range"][0] <= row["throughput"] <= row["throughput_range"][1]
@@ -135,6 +135,20 @@ def test_first_error_of_a_caller_ends_all_requests():
     with raises_code("test-error", InputError):
         send_requests(target, ["a"], 100, 2)
     assert len(sent) < 10
+
+
+@pytest.mark.quick
+def test_caller_that_cannot_be_opened_is_an_error_of_all():
+    opened = iter(range(3))
+
+    @contextmanager
+    def target():
+        if next(opened) == 1:
+            raise InputError("no", code="test-error")
+        yield lambda text: None
+
+    with raises_code("test-error", InputError):  # and does not wait for the others forever
+        send_requests(target, ["a"], 12, 3)
 
 
 @pytest.mark.quick

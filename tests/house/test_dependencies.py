@@ -18,7 +18,8 @@ SOURCES = [
 ]
 # Import names of distributions that need not be installed here.
 IMPORT_NAMES = {
-    "deepspeed": "deepspeed", "onnxruntime": "onnxruntime", "onnxruntime-gpu": "onnxruntime",
+    "deepspeed": "deepspeed", "executorch": "executorch", "onnxruntime": "onnxruntime",
+    "onnxruntime-gpu": "onnxruntime",
     "pydantic": "pydantic_core",  # its other half, which it pins
     "swanlab": "swanlab", "tensorrt": "tensorrt", "tensorrt-cu13": "tensorrt", "trackio": "trackio",
     "wandb": "wandb",

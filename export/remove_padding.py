@@ -382,7 +382,7 @@ class _Rewriter:
         return transpose.output[0], *shape
 
     def _is_masked_self_attention(self, node: Any) -> bool:
-        """Return whether a node is attention of [B, L, W] under the mask, all of which exist as real tokens."""
+        """Return whether a node is attention of [B, L, W] under the mask, all known as real tokens."""
         if node.op_type != "MultiHeadAttention" or len(node.input) != _ATTENTION_INPUTS or node.input[3]:
             return False
         return (

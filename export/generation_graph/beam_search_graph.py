@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.generation_graph.beam_attention import keep_read_keys, own_keys
+from smelt.export.generation_graph.beam_attention import SentenceState, keep_read_keys, own_keys
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphLevel,
@@ -27,7 +27,7 @@ from smelt.export.generation_graph.graph_builder import (
     scatter_to_vocabulary,
     step_rule,
 )
-from smelt.export.generation_graph.step_model import SentenceState, StepModel
+from smelt.export.generation_graph.step_model import StepModel
 
 EXCLUDED_SCORE = -1e9
 """The score of excluded candidates."""
@@ -94,7 +94,7 @@ class BeamStep:
         self.out = b.const(EXCLUDED_SCORE, np.float32)
 
     def top_candidates(self, logits: str, now: BeamValues, mask: str | None) -> tuple[str, str]:
-        """Return the scores float32 [B, K] of the best candidates, and int64 [B, K], their indices in [N * C].
+        """Return the best candidates' scores, float32 [B, K], and their indices in [N * C], int64 [B, K].
 
         Unless rules depend on the text, each text's best tokens are selected first, so that rules and earlier
         scores are added to few numbers. This gains little with a shortlist, and is then not done.
@@ -118,9 +118,7 @@ class BeamStep:
         )
         return best, indices
 
-    def _best_of_each_text(
-        self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule
-    ) -> list[str]:
+    def _best_of_each_text(self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule) -> list[str]:
         """Return `top_candidates` if rules only exclude tokens."""
         search, batch = self.search, self.batch
         row_scores, tokens = b.ops("TopK", scores, search.num_row_candidates, outputs=2, axis=1)
@@ -214,7 +212,7 @@ class BeamStep:
         return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, parents
 
     def reorder(self, names: Sequence[str], parents: str, logits: str) -> list[str]:
-        """Return values [R, ...] with the rows of the `parents` [B, N], of which there are as many as `logits`."""
+        """Return the rows of the `parents` [B, N] of values that have as many rows as `logits`."""
         if not names:
             return []
         b, batch = self.b, self.batch

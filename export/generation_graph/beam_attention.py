@@ -7,20 +7,21 @@ were computed. Each beam sees only those of its own text; a bias excludes the ot
 places, a small table is reordered, and the caches, which are copied otherwise, are not. When sentences are
 removed from the batch, so are keys that no beam reads any more.
 
-    now    = the bias of this step: those of earlier steps, and each beam's own new key    float32 [B, N, T]
-    next   = rows of `now`, those of the parents                                           float32 [B, N, T]
+    now  = the bias of this step: that of earlier steps, and each beam's own new key    float32 [B, N, T]
+    next = rows of `now`, those of the parents                                          float32 [B, N, T]
 
 Attention then multiplies N times as many keys, which takes less time than copying the caches for up to
 `MAX_JOINT_BEAMS` beams (docs/measurements/loop.md#one-cache-for-all-beams).
 
-Shapes: B = sentences, N = beams (1 in the first step), R = B N rows, T = cached keys of a sentence, H = heads,
-d = width of a head, W = H d, L = source length.
+Shapes: B = sentences, N = beams (1 in the first step), R = B N rows, T = cached keys of a sentence,
+H = heads, d = width of a head, W = H d.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,19 @@ MAX_JOINT_BEAMS = 6
 _ATTENTION = "MultiHeadAttention"
 # inputs of MultiHeadAttention
 _QUERY, _KEY, _VALUE, _BIAS, _MASK, _ADDED, _PAST_KEY, _PAST_VALUE = range(8)
+
+
+@dataclass(frozen=True)
+class SentenceState:
+    """What a step of beam search reads of each sentence, of all its beams.
+
+    step: int64 scalar, the number of the step. own: float32 [B, N, N], see `own_keys`. values: names; of
+    `StepModel.sentence_state`.
+    """
+
+    step: str
+    own: str
+    values: Sequence[str]
 
 
 def cached_lengths(decoder: Any, caches: Collection[str]) -> list[str] | None:
@@ -169,8 +183,10 @@ class BeamQueries:
                 continue
             inputs = node.input[: _VALUE + 1] if bias else node.input[: _QUERY + 1]
             split = splits.get(node.input[_QUERY])
-            if split is not None and list(split.output) == list(inputs) and not any(
-                len(readers[name]) > 1 for name in inputs
+            if (
+                split is not None
+                and list(split.output) == list(inputs)
+                and not any(len(readers[name]) > 1 for name in inputs)
             ):
                 position = inside.nodes.index(split)
                 split.input[0] = self._reshape(split.input[0], self._shape(3 * width), position)

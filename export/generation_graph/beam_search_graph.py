@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.generation_graph.beam_attention import keep_read_keys, own_keys
+from smelt.export.generation_graph.beam_attention import SentenceState, keep_read_keys, own_keys
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphLevel,
@@ -27,7 +27,7 @@ from smelt.export.generation_graph.graph_builder import (
     scatter_to_vocabulary,
     step_rule,
 )
-from smelt.export.generation_graph.step_model import SentenceState, StepModel
+from smelt.export.generation_graph.step_model import StepModel, StepOutputs
 
 EXCLUDED_SCORE = -1e9
 """The score of excluded candidates."""
@@ -94,7 +94,7 @@ class BeamStep:
         self.out = b.const(EXCLUDED_SCORE, np.float32)
 
     def top_candidates(self, logits: str, now: BeamValues, mask: str | None) -> tuple[str, str]:
-        """Return the scores float32 [B, K] of the best candidates, and int64 [B, K], their indices in [N * C].
+        """Return the best candidates' scores, float32 [B, K], and their indices in [N * C], int64 [B, K].
 
         Unless rules depend on the text, each text's best tokens are selected first, so that rules and earlier
         scores are added to few numbers. This gains little with a shortlist, and is then not done.
@@ -118,9 +118,7 @@ class BeamStep:
         )
         return best, indices
 
-    def _best_of_each_text(
-        self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule
-    ) -> list[str]:
+    def _best_of_each_text(self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule) -> list[str]:
         """Return `top_candidates` if rules only exclude tokens."""
         search, batch = self.search, self.batch
         row_scores, tokens = b.ops("TopK", scores, search.num_row_candidates, outputs=2, axis=1)
@@ -213,14 +211,17 @@ class BeamStep:
         parents = b.op("Min", parent_beams, b.op("Sub", rows_per_text, b.const([1])))
         return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, parents
 
-    def reorder(self, names: Sequence[str], parents: str, logits: str) -> list[str]:
-        """Return values [R, ...] with the rows of the `parents` [B, N], of which there are as many as `logits`."""
-        if not names:
-            return []
+    def next_state(self, outputs: StepOutputs, ids: str, parents: str) -> list[str]:
+        """Return the next state of sentences, ids and state of rows; beams continue `parents` [B, N]."""
         b, batch = self.b, self.batch
-        rows_per_text = b.op("Div", b.row_count(logits), batch.size)
-        rows = b.op("Reshape", b.op("Add", b.op("Mul", batch.places, rows_per_text), parents), b.const([-1]))
-        return [b.op("Gather", name, rows, axis=0) for name in names]
+        rows: list[str] = [*outputs.caches, *outputs.extra_state]
+        if rows:
+            rows_per_text = b.op("Div", b.row_count(outputs.logits), batch.size)
+            sources = b.op("Add", b.op("Mul", batch.places, rows_per_text), parents)
+            sources = b.op("Reshape", sources, b.const([-1]))
+            rows = [b.op("Gather", name, sources, axis=0) for name in rows]
+        tables = [self.gather_texts(name, parents) for name in outputs.sentence_state[:1]]
+        return [*tables, *outputs.sentence_state[1:], ids, *rows]
 
     def gather_texts(self, texts: str, places: str) -> str:
         """Return [B, K, T]: the texts of [B, N, T] at the indices [B, K]."""
@@ -310,7 +311,6 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         shared, state = carried_values[: len(source.shared)], carried_values[len(source.shared) :]
         inner = _BeamPhase([root, GraphLevel(b)], source, search, num_steps, shared)
         is_done, texts, state = inner.add_loop([*parts, *loop_values[-len(state) :]], texts, state)
-        sentence_state, state = state[: len(source.sentence_state)], state[len(source.sentence_state) :]
         beam_values = BeamValues(*texts)
         steps_taken = b.op("Sub", b.dimension(beam_values.texts, 2), b.dimension(all_texts, 1))
         all_texts = _write_finished(b, all_texts, text_indices, beam_values.finished, steps_taken)
@@ -318,14 +318,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
             "Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, beam_values))), b.const([0])
         )
         next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
-        next_values += _keep_sentences(b, source, sentence_state, unfinished)
-        beam_rows = b.op(
-            "Add",
-            b.op("Mul", b.op("Unsqueeze", unfinished, b.const([1])), search.num_beams),
-            search.beam_indices,
-        )
-        beam_rows = b.op("Reshape", beam_rows, b.const([-1]))
-        next_values += [b.op("Gather", name, beam_rows, axis=0) for name in state]
+        next_values += _keep_sentences(b, source, search, state, unfinished)
         should_continue = b.op(
             "And", b.op("Greater", b.dimension(unfinished, 0), b.const(0)), b.op("Not", is_done)
         )
@@ -336,12 +329,18 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     return b.loop("phases", max_trips, loop_values, phase)[1]
 
 
-def _keep_sentences(b: GraphBuilder, source: StepModel, state: Sequence[str], sentences: str) -> list[str]:
-    """Return the sentence state of the `sentences` int64 [n]."""
-    if not state:
-        return []
+def _keep_sentences(
+    b: GraphBuilder, source: StepModel, search: BeamSearchValues, state: Sequence[str], sentences: str
+) -> list[str]:
+    """Return the state of the `sentences` int64 [n]; `state`: of all sentences, then of all rows."""
+    first_rows = b.op("Mul", b.op("Unsqueeze", sentences, b.const([1])), search.num_beams)
+    rows = b.op("Reshape", b.op("Add", first_rows, search.beam_indices), b.const([-1]))
+    count = len(source.sentence_state)
+    kept = [b.op("Gather", name, rows, axis=0) for name in state[count:]]
+    if not count:
+        return kept
     heads = [value.shape[1] or 0 for value in source.sentence_state[1:]]
-    return keep_read_keys(b, state[0], state[1:], heads, sentences)
+    return keep_read_keys(b, state[0], state[1:count], heads, sentences) + kept
 
 
 @dataclass(frozen=True)
@@ -390,15 +389,12 @@ class _BeamPhase:
             mask, logits = extra_state[0] if source.mask else None, step_outputs.logits
             scores, indices = step.top_candidates(logits, beam_values, mask)
             is_done, next_values, ids, parents = step.select_candidates(scores, indices, beam_values, logits)
-            reordered = step.reorder([*step_outputs.caches, *step_outputs.extra_state], parents, logits)
-            sentence_state = step_outputs.sentence_state
-            if sentence_state:
-                sentence_state[0] = step.gather_texts(sentence_state[0], parents)
+            next_state = step.next_state(step_outputs, ids, parents)
             num_finished = b.op(
                 "ReduceSum", b.cast(settled_sentences(b, BeamValues(*next_values)), np.int64), keepdims=0
             )
             should_continue = b.op("And", b.op("Less", num_finished, min_finished), b.op("Not", is_done))
-            return should_continue, [*next_values, is_done, *sentence_state, ids, *reordered]
+            return should_continue, [*next_values, is_done, *next_state]
 
         is_done = LoopCarried("over", b.const(False, np.bool_), np.bool_, ())
         loop_inputs = [*initial_values[: len(texts)], is_done, *initial_values[len(texts) :]]

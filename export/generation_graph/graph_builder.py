@@ -41,6 +41,8 @@ class LoopCarried:
 
 # the results of a step of a loop: whether to continue, and the next value of each carried value
 LoopBody = Callable[["GraphBuilder", str, list[str]], tuple[str, list[str]]]
+# adds the nodes of a branch; returns its values
+Branch = Callable[["GraphBuilder"], list[str]]
 
 
 # not onnxscript 0.7: a loop of a `script` function carries a fixed number of values, but the number of caches
@@ -144,9 +146,8 @@ class GraphBuilder:
         return self.if_else_values(condition, lambda i: [then(i)], lambda i: [other(i)], [(dtype, shape)])[0]
 
     def if_else_values(
-        self, condition: str, then: Callable[[GraphBuilder], list[str]],
-        other: Callable[[GraphBuilder], list[str]], types: Sequence[tuple[Any, tuple[int | None, ...]]],
-    ) -> list[str]:  # fmt: skip
+        self, condition: str, then: Branch, other: Branch, types: Sequence[tuple[Any, tuple[int | None, ...]]]
+    ) -> list[str]:
         """Append an If with several values, as `if_else`; types: dtype and shape of each."""
         branches = {}
         for key, make_values in (("then_branch", then), ("else_branch", other)):

@@ -28,6 +28,7 @@ import numpy as np
 from smelt.core.errors import RunError
 from smelt.export.generation_graph.beam_attention import (
     BeamQueries,
+    SentenceState,
     add_new_keys,
     cached_lengths,
     empty_table,
@@ -278,19 +279,6 @@ class StepOutputs:
     caches: list[str]
     extra_state: list[str]
     sentence_state: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SentenceState:
-    """What a step of beam search reads of each sentence, of all its beams.
-
-    step: int64 scalar, the number of the step. own: float32 [B, N, N], see `own_keys`. values: names; of
-    `StepModel.sentence_state`.
-    """
-
-    step: str
-    own: str
-    values: Sequence[str]
 
 
 class StepModel(Protocol):

@@ -13,7 +13,7 @@ from tests.support.graphs import graph_exports
 
 
 def graph(nodes, shape=("r", 1, 4), outputs=("y",)):
-    """Return a model whose input x has a shape, with the constants W [4, 6], V [6, 4], U [4, 1], b [6], c [4], d [1]."""
+    """Return a model whose input x has a shape, with the constants W, V, U, b, c and d."""
     random = np.random.default_rng(0)
     sizes = {"W": (4, 6), "V": (6, 4), "b": (6,), "c": (4,), "U": (4, 1), "d": (1,)}
     constants = [

@@ -79,10 +79,7 @@ def test_keys_that_no_beam_reads_are_dropped(sentences):
 
 def attention_step(b, split):
     """Append attention [R, 1, W] with caches as in a decoder's step; return its result and new caches."""
-    if split:
-        inputs = b.ops("Split", "qkv", outputs=3, axis=-1, num_outputs=3)
-    else:
-        inputs = ["q", "k", "v"]
+    inputs = b.ops("Split", "qkv", outputs=3, axis=-1, num_outputs=3) if split else ["q", "k", "v"]
     names = ["attended", "present_key", "present_value"]
     b.nodes.append(
         helper.make_node(
@@ -109,9 +106,7 @@ def test_attention_over_shared_cache_equals_attention_of_each_beam(split):
     # by beam: [2, R, H, steps, d]
     own = np.stack([shared[:, s][:, :, read[s, n]] for s in range(sentences) for n in range(beams)], axis=1)
     tokens = generator.normal(size=(sentences * beams, 1, 3 * WIDTH)).astype(np.float32)
-    feeds = (
-        {"qkv": tokens} if split else dict(zip("qkv", np.split(tokens, 3, axis=2), strict=True))
-    )
+    feeds = {"qkv": tokens} if split else dict(zip("qkv", np.split(tokens, 3, axis=2), strict=True))
     by_row = GraphBuilder()
     expected, expected_key, _ = run(
         by_row, attention_step(by_row, split), {**feeds, "past_key": own[0], "past_value": own[1]}

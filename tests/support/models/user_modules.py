@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +209,3 @@ def model_folder(folder: Path, function: str) -> Path:
     plan = load_plan(write_recipe(write_module(folder, function), function))
     assert plan.local_model is not None
     return plan.local_model
-
-
-def forget_modules() -> None:
-    """Remove the user's modules from this process, so that the next import reads files."""
-    sys.modules.pop("nets", None)

@@ -98,5 +98,5 @@ def test_norms_of_a_subclass_or_in_untraceable_code_are_not_folded(function, tmp
 
 def test_layers_that_are_read_without_a_call_are_fixed(tmp_path):
     model, _ = load_model(user_modules.model_folder(tmp_path / "own", "attentive"))
-    assert model.config.fixed_layers == ["network.attention.out_proj"]
+    assert model.config.fixed_layers == ["network.attention.out_proj", "network.read"]
     assert list(inner_linear_layers(model)) == ["network.inner"]

@@ -9,7 +9,6 @@ from smelt.core.errors import InputError
 from smelt.core.user_code import recorded_source
 from smelt.models.families.family import (
     IMAGE_TASKS,
-    MODULE_PREFIX,
     Config,
     Family,
     PositionEncoding,
@@ -33,6 +32,5 @@ FAMILY = Family(
     input_kind="images",
     is_user_module=True,
     position_encoding=PositionEncoding(None),
-    renamed_tensors=((rf"^(?!{MODULE_PREFIX}\.)", f"{MODULE_PREFIX}."),),
     unsupported_config=unsupported_config,
 )

@@ -59,7 +59,21 @@ def test_groups_of_mixer_are_the_inner_channels_of_its_perceptrons(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("function", ["cnn", "mixer", "attentive"])
+def test_split_channels_and_own_parameters_are_kept(tmp_path):
+    groups = find_module_channels(load(tmp_path, "gated"), SIZE)
+    assert {group.name for group in groups} == {"network.first", "network.last"}
+
+
+def test_magnitude_is_sum_of_l1_norms_of_all_filters_of_a_channel(tmp_path):
+    model = load(tmp_path, "cnn")
+    group = next(g for g in find_module_channels(model, SIZE) if "network.head" in {a.layer for a in g.axes})
+    layers = ["network.stem.0", "network.blocks.0.conv2", "network.blocks.2.conv2"]
+    weights = [model.get_submodule(name).weight.detach().double() for name in layers]
+    expected = sum(weight.abs().flatten(1).sum(dim=1) for weight in weights)
+    assert torch.allclose(group.filter_norms(model), expected)
+
+
+@pytest.mark.parametrize("function", ["cnn", "mixer", "attentive", "gated"])
 def test_saved_module_equals_module_with_removed_channels_at_zero(function, tmp_path):
     source = user_modules.model_folder(tmp_path / "own", function)
     settings = PruneSettings(targets=["channels"], keep_ratio=0.5, multiple_of=4, importance="magnitude")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +72,27 @@ class Attentive(nn.Module):
         self.patches = nn.Conv2d(3, 16, 4, 4)
         self.norm = WideNorm(16)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.read = nn.Linear(16, 16)
         self.inner = nn.Linear(16, 32)
         self.head = nn.Linear(32, 2)
 
     def forward(self, x):
-        x = self.norm(self.patches(x)).flatten(2).transpose(1, 2)
+        x = F.linear(self.norm(self.patches(x)).flatten(2).transpose(1, 2), self.read.weight)
         return self.head(self.inner(x + self.attention(x, x, x)[0]).mean(1))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 4, 4), WideNorm(16)
+        self.both, self.scale = nn.Conv2d(16, 32, 1), nn.Parameter(torch.full((16, 1, 1), 0.5))
+        self.scaled, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        value, gate = self.both(self.norm(self.first(x))).chunk(2, 1)
+        x = self.scaled(value * gate.sigmoid()) * self.scale
+        return self.head(self.last(x).mean((2, 3)))
 
 
 class FixedWidth(nn.Module):
@@ -112,6 +126,10 @@ def mixer():
 
 def attentive():
     return Attentive()
+
+
+def gated():
+    return Gated()
 
 
 def fixed_width():
@@ -191,8 +209,3 @@ def model_folder(folder: Path, function: str) -> Path:
     plan = load_plan(write_recipe(write_module(folder, function), function))
     assert plan.local_model is not None
     return plan.local_model
-
-
-def forget_modules() -> None:
-    """Remove the user's modules from this process, so that the next import reads files."""
-    sys.modules.pop("nets", None)

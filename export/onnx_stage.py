@@ -274,7 +274,8 @@ def _write_graph(
         ctx: its `out` is the folder of the graph.
         homes: filled with the modules of each graph's nodes if the files will have another precision.
     """
-    from smelt.export.graphs.export_graph import export_graph, fuse_biases_in_file
+    from smelt.export.fuse_biases import fuse_biases_in_file
+    from smelt.export.graphs.export_graph import export_graph
     from smelt.export.lower_opset import LAYER_NORM_OPSET
     from smelt.export.remove_padding import remove_padding_in_file
     from smelt.export.simplify_graph import expand_placeholders_in_file, simplify_file

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.export.graphs.export_graph import fuse_biases
+from smelt.export.fuse_biases import fuse_biases
 from tests.support.graphs import graph_exports
 
 

@@ -33,8 +33,8 @@ def answers(model: Model, texts: list[str], size: int, beams: int) -> list[Answe
     for start in range(0, len(texts), size):
         batch = texts[start : start + size]
         if task_traits(model.task).generates:
-            made = model.generate(batch, size, num_beams=beams, max_new_tokens=LONGEST)
-            outputs += [(text, {}) for text in made]
+            translations = model.generate(batch, size, num_beams=beams, max_new_tokens=LONGEST)
+            outputs += [(text, {}) for text in translations]
         else:
             outputs += [(str(one.label), dict(one.probabilities)) for one in model.predict(batch, size)]
     return outputs

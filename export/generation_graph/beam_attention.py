@@ -102,11 +102,11 @@ def own_keys(b: GraphBuilder, batch: str, num_beams: str) -> str:
     return b.op("Expand", table, b.op("Concat", batch, num_beams, num_beams, axis=0))
 
 
-def add_new_keys(b: GraphBuilder, table: str, own: str) -> str:
+def add_new_keys(b: GraphBuilder, table: str, own_table: str) -> str:
     """Return this step's table [B, N, T + N] from the previous one [B, N, T] and `own_keys`."""
     beams = b.op("Shape", table, start=1, end=2)
     both = b.op("Concat", beams, beams, axis=0)
-    new = b.op("Slice", own, b.const([0, 0]), both, b.const([1, 2]))
+    new = b.op("Slice", own_table, b.const([0, 0]), both, b.const([1, 2]))
     return b.op("Concat", table, new, axis=2)
 
 
@@ -134,13 +134,13 @@ def keep_read_keys(
     beams = b.op("Concat", b.op("Shape", rows, start=0, end=2), b.const([1]), axis=0)
     by_beam = b.op("Expand", b.op("Unsqueeze", index, b.const([1])), beams)
     places: dict[int, str] = {}
-    kept = []
+    kept_caches = []
     for cache, count in zip(caches, heads, strict=True):
         if count not in places:
             places[count] = _places(b, sentences, index, count, b.dimension(table, 2))
         keys = b.op("Reshape", cache, b.op("Concat", b.const([-1]), b.op("Shape", cache, start=3), axis=0))
-        kept.append(b.op("Gather", keys, places[count], axis=0))
-    return [b.op("GatherElements", rows, by_beam, axis=2), *kept]
+        kept_caches.append(b.op("Gather", keys, places[count], axis=0))
+    return [b.op("GatherElements", rows, by_beam, axis=2), *kept_caches]
 
 
 def _places(b: GraphBuilder, sentences: str, index: str, heads: int, length: str) -> str:

@@ -336,11 +336,11 @@ def _keep_sentences(
     first_rows = b.op("Mul", b.op("Unsqueeze", sentences, b.const([1])), search.num_beams)
     rows = b.op("Reshape", b.op("Add", first_rows, search.beam_indices), b.const([-1]))
     count = len(source.sentence_state)
-    kept = [b.op("Gather", name, rows, axis=0) for name in state[count:]]
+    kept_state = [b.op("Gather", name, rows, axis=0) for name in state[count:]]
     if not count:
-        return kept
+        return kept_state
     heads = [value.shape[1] or 0 for value in source.sentence_state[1:]]
-    return keep_read_keys(b, state[0], state[1:count], heads, sentences) + kept
+    return keep_read_keys(b, state[0], state[1:count], heads, sentences) + kept_state
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class _BeamPhase:
         """
         source, b = self.source, self.levels[-1].builder
         batch = _batch_values(b, self.search, texts[0])
-        own = own_keys(b, batch.size, self.search.num_beams) if source.sentence_state else ""
+        own_table = own_keys(b, batch.size, self.search.num_beams) if source.sentence_state else ""
         # when this many sentences are finished, they are removed
         min_finished = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
         min_finished = b.op("Squeeze", min_finished, b.const([0]))
@@ -380,7 +380,7 @@ class _BeamPhase:
         def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
             beam_values, (_, *carried_values) = BeamValues(*names[: len(texts)]), names[len(texts) :]
             step = BeamStep(b, b.op("Add", count, self.before), self.search, batch)
-            sentences = SentenceState(step.count, own, carried_values[: len(source.sentence_state)])
+            sentences = SentenceState(step.count, own_table, carried_values[: len(source.sentence_state)])
             ids, *carried_values = carried_values[len(source.sentence_state) :]
             caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
             step_outputs = source.add_step(

@@ -403,10 +403,10 @@ def load_table(result: Mapping[str, Any]) -> str:
             columns = "".join(f" {c:>{w}}" for c, w in zip(cells, (8, 8, 8, 11), strict=True))
             lines.append(f"{name[:room]:{room}} {callers:>7}{columns}")
     settings, texts = result["settings"], result["texts"]
-    place = "over HTTP, with serve.py on this machine" if settings["http"] else "in one process"
+    caller_text = "over HTTP, with serve.py on this machine" if settings["http"] else "in one process"
     num_texts = min(settings["texts"], texts["n"])
     notes = [
-        f"Each request is one text ({num_texts:,} of {texts['n']:,}, {texts['from']}), {place}."
+        f"Each request is one text ({num_texts:,} of {texts['n']:,}, {texts['from']}), {caller_text}."
         f" {settings['rounds']} rounds of {settings['requests']:,} requests, or four per caller."
         f" {os.cpu_count()} cores, {result['environment']['cpu']}."
     ]

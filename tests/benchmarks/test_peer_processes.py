@@ -22,9 +22,7 @@ def test_killed_maker_is_reported_with_its_signal(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("environment", "made_again"), [("llamacpp", True), ("stock", False)])
-def test_environment_compiled_for_another_processor_is_made_again(
-    tmp_path, monkeypatch, environment, made_again
-):
+def test_environment_of_another_processor_is_compiled_again(tmp_path, monkeypatch, environment, made_again):
     commands = []
 
     def run(command, **_):

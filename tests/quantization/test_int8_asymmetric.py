@@ -66,7 +66,7 @@ def test_codes_scales_and_zero_points_equal_the_onnx_runtime_quantizer(scheme, g
     assert -128 in zeros or granularity == "tensor"  # of the row without negative weights
 
 
-def test_rows_of_zeros_stay_zero_and_one_sided_rows_use_all_codes():
+def test_rows_of_zeros_are_unchanged_and_one_sided_rows_use_all_codes():
     weight = torch.stack([torch.zeros(16), torch.linspace(0.1, 1.0, 16)])
     matrix = schemes.rounded_matrix("int8-dynamic", weight, **ASYMMETRIC)
     assert matrix.dequantize()[0].abs().max() == 0

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 TARGETS = [0, 0, 0, 2, 0, 2, 0, 0]
 
 
-def test_balanced_weights_equal_those_of_scikit_learn():
+def test_balanced_weights_equal_scikit_learn():
     weights = balanced_class_weights(TARGETS, 4)
     expected = compute_sample_weight("balanced", TARGETS)
     assert weights[TARGETS].tolist() == pytest.approx(expected.tolist())

@@ -50,7 +50,7 @@ def test_note_reports_units_kept_by_budget(report):
     assert (name, "info", text) in view.report_notes(validate_report(report))
 
 
-def test_note_names_steps_whose_answers_depend_on_their_batch(report):
+def test_note_names_steps_with_answers_that_depend_on_the_batch(report):
     for step, depends in zip(report["steps"][1:3], (True, False), strict=True):
         step["details"]["depends_on_batch"] = depends
     [(name, text)] = [

@@ -44,8 +44,8 @@ def table_of(*rows):
 
 def test_first_step_reads_its_only_key_and_later_beams_their_own():
     b = GraphBuilder()
-    own = own_keys(b, b.const([2]), b.const([3]))
-    first, later = add_new_keys(b, "none", own), add_new_keys(b, "earlier", own)
+    own_table = own_keys(b, b.const([2]), b.const([3]))
+    first, later = add_new_keys(b, "none", own_table), add_new_keys(b, "earlier", own_table)
     earlier = table_of([[1, 0], [1, 1], [0, 1]], [[1, 1], [1, 1], [1, 1]])
     feeds = {"none": np.zeros((2, 1, 0), np.float32), "earlier": earlier}
     first_table, later_table = run(b, [first, later], feeds)
@@ -66,15 +66,15 @@ def test_keys_that_no_beam_reads_are_dropped(sentences):
     names = keep_read_keys(b, "table", ["c0", "c1", "c2"], [2, 2, 1], "sentences")
     feeds = {f"c{index}": cache for index, cache in enumerate(caches)}
     feeds |= {"table": table, "sentences": np.array(sentences, np.int64)}
-    kept_table, *kept = run(b, names, feeds)
+    kept_table, *kept_caches = run(b, names, feeds)
     most = max([(table[i] == 0).any(axis=0).sum() for i in sentences], default=0)
     assert kept_table.shape == (len(sentences), 2, most)
     for row, sentence in enumerate(sentences):
         for beam in range(2):
             before, after = table[sentence, beam] == 0, kept_table[row, beam] == 0
-            for cache, kept_cache in zip(caches, kept, strict=True):
+            for cache, kept_cache in zip(caches, kept_caches, strict=True):
                 np.testing.assert_array_equal(kept_cache[row][:, after], cache[sentence][:, before])
-    assert [cache.shape for cache in kept] == [(len(sentences), heads, most, 2) for heads in (2, 2, 1)]
+    assert [cache.shape for cache in kept_caches] == [(len(sentences), heads, most, 2) for heads in (2, 2, 1)]
 
 
 def attention_step(b, split):
@@ -104,12 +104,16 @@ def test_attention_over_shared_cache_equals_attention_of_each_beam(split):
     table = np.full((sentences, beams, beams * steps), -np.inf, np.float32)
     np.put_along_axis(table, read, 0, axis=2)
     # by beam: [2, R, H, steps, d]
-    own = np.stack([shared[:, s][:, :, read[s, n]] for s in range(sentences) for n in range(beams)], axis=1)
+    beam_caches = np.stack(
+        [shared[:, s][:, :, read[s, n]] for s in range(sentences) for n in range(beams)], axis=1
+    )
     tokens = generator.normal(size=(sentences * beams, 1, 3 * WIDTH)).astype(np.float32)
     feeds = {"qkv": tokens} if split else dict(zip("qkv", np.split(tokens, 3, axis=2), strict=True))
     by_row = GraphBuilder()
     expected, expected_key, _ = run(
-        by_row, attention_step(by_row, split), {**feeds, "past_key": own[0], "past_value": own[1]}
+        by_row,
+        attention_step(by_row, split),
+        {**feeds, "past_key": beam_caches[0], "past_value": beam_caches[1]},
     )
     root = GraphBuilder()
     names = attention_step(root, split)

@@ -77,12 +77,12 @@ def test_layer_equals_bitsandbytes_linear4bit(shape):
 
 
 @pytest.mark.parametrize("scheme", ["bnb-nf4", "bnb-int8"])
-def test_same_layers_stay_float_as_in_transformers(tmp_path, scheme):
+def test_layers_in_float_equal_transformers(tmp_path, scheme):
     from transformers.quantizers.base import get_keys_to_not_convert
 
     model, _ = load_model(tiny.write_marian(tmp_path / "model"))
     float_names = get_keys_to_not_convert(model)
-    kept = {id(module.weight) for name, module in model.named_modules() if name in float_names}
+    float_weights = {id(module.weight) for name, module in model.named_modules() if name in float_names}
     for settings, tables in (
         ({}, False),
         ({"embedding_scheme": scheme}, True),
@@ -90,7 +90,7 @@ def test_same_layers_stay_float_as_in_transformers(tmp_path, scheme):
     ):
         planned = plan_layers(model, QuantizeSettings(scheme=scheme, **settings))
         planned_weights = {id(layer.module.weight) for layer in planned}
-        assert bool(planned_weights & kept) == tables
+        assert bool(planned_weights & float_weights) == tables
     linears = {id(m.weight) for m in model.modules() if type(m) is nn.Linear}
     default = plan_layers(model, QuantizeSettings(scheme=scheme))
-    assert {id(layer.module.weight) for layer in default} == linears - kept
+    assert {id(layer.module.weight) for layer in default} == linears - float_weights

@@ -164,9 +164,9 @@ def swap_outputs(model: Any) -> None:
 @mutation
 def other_softness(model: Any) -> None:
     """The products of queries and keys are scaled by another factor."""
-    whole = has_attention_operator(model)
-    node = find_nodes(model, *ATTENTION_OPERATORS)[0] if whole else split_attention(model)[0]
-    attribute = next(a for a in node.attribute if a.name == ("scale" if whole else "alpha"))
+    is_fused = has_attention_operator(model)
+    node = find_nodes(model, *ATTENTION_OPERATORS)[0] if is_fused else split_attention(model)[0]
+    attribute = next(a for a in node.attribute if a.name == ("scale" if is_fused else "alpha"))
     attribute.f *= 1.05
 
 

@@ -87,12 +87,12 @@ def lines():
 
 
 @pytest.mark.parametrize("kind", ["classifier", "embedder"])
-def test_outputs_equal_those_of_python(kind, infer):
+def test_outputs_equal_python(kind, infer):
     graph = standalone_package(kind) / "model.onnx"
     np.testing.assert_allclose(infer(graph, lines()), python_rows(graph), atol=1e-5)
 
 
-def test_generated_ids_equal_those_of_python(infer):
+def test_generated_ids_equal_python(infer):
     graph = standalone_package("translator") / "generate.onnx"
     expected = python_rows(graph, max_new_tokens=np.array(4))
     assert infer(graph, lines(), "max_new_tokens=4") == expected

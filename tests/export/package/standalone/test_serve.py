@@ -334,6 +334,6 @@ def test_metrics_are_read_by_prometheus(service):
 def test_service_notes_answers_that_depend_on_other_requests(tmp_path, monkeypatch, words, notes):
     monkeypatch.setattr(serve, "MODEL_FOLDER", tmp_path)
     for depends in (True, False):
-        settings = {"task": "translation", "depends_on_batch": depends}
+        settings = {"task": "translation", "class": "Translator", "depends_on_batch": depends}
         (tmp_path / "infer.json").write_text(json.dumps(settings))
         assert serve.parse_options(list(words)).depends_on_requests is (depends and notes)

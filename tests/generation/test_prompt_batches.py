@@ -182,7 +182,7 @@ def test_continuation_is_decoded_alone_if_the_prompt_would_change():
     class Joining:
         """Reads "1" and "2" as "one" and "two", but both together as "twelve"."""
 
-        smelt_prefix, model_max_length, truncation_side = "", 64, "right"
+        smelt_prefix, model_max_length, truncation_side, is_fast = "", 64, "right", False
         pad_token_id = bos_token_id = eos_token_id = mask_token_id = None
         said: ClassVar = {(1,): "one", (2,): "two", (1, 2): "twelve"}
 

@@ -233,6 +233,15 @@ class FinetuneSettings(TechniqueTrainingSettings):
         description="classifiers: balanced multiplies the loss of a class by the inverse of its frequency",
     )
 
+    @model_validator(mode="after")
+    def _check_balance(self) -> Self:
+        if self.class_weights is not None and self.sampling == "balanced":
+            raise SettingError(
+                "class_weights and sampling: balanced both make rare classes count more; remove one of them",
+                code="settings-conflict",
+            )
+        return self
+
 
 class Finetune(Stage[FinetuneSettings]):
     """Train on the labels of the training samples; keep the model's structure.
@@ -319,12 +328,18 @@ class Finetune(Stage[FinetuneSettings]):
 
 def _balanced_objective(model: Any, settings: FinetuneSettings, ctx: Context) -> Objective:
     """Return the loss with the labels, in which the classes of the training samples count equally."""
-    from smelt.tasks.registry import task_spec
     from smelt.tasks.samples import classifier_targets
     from smelt.training.losses import balanced_class_weights, label_objective
 
     require_training_samples(ctx, "finetune", labels=True)
-    examples = task_spec(ctx.task).label_examples(ctx.data["train"].examples)
+    examples = ctx.data["train"].examples
+    if ctx.traits.output == "tags":
+        examples = tuple(
+            replace(example, label=tag)
+            for example in examples
+            if isinstance(example.label, tuple)
+            for tag in example.label
+        )
     weights = balanced_class_weights(
         classifier_targets(examples, model.config, "train"), model.config.num_labels
     )

@@ -431,6 +431,17 @@ class DistillSettings(TechniqueTrainingSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_saved_adapter(self) -> Self:
+        changes = [name for name in ("phases", "student") if getattr(self, name) is not None]
+        if self.lora is not None and self.lora.save_adapter and changes:
+            raise SettingError(
+                f"lora.save_adapter: with {changes[0]} the adapters are added to weights that are not stored;"
+                " remove save_adapter",
+                code="settings-conflict",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_cached_logits(self) -> Self:
         if self.packing and self.cache_logits is not None:
             raise SettingError(

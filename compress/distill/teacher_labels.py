@@ -106,10 +106,11 @@ def several_teacher_errors(
         student: None if there is none yet, or its labels are made of the teachers'.
         uses_labels: whether the student also learns from labels of the samples.
     """
-    problems = {teacher.problem for teacher in teachers}
+    problems = {teacher.problem for teacher in teachers} | ({student.problem} if student else set())
     if REGRESSION in problems and len(problems) > 1:
         text = (
-            "some of the teachers are regression models and some are classifiers. Use teachers of one kind."
+            f"teachers and student are {' and '.join(sorted(problems))} models, and regression has no classes."
+            " Use models of one kind."
         )
         return [error_message("problem-type-mismatch", text, setting="teacher")]
     if student is None or problems == {REGRESSION}:

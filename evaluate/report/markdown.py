@@ -145,7 +145,7 @@ def _steps_section(report: ReportData) -> Markdown:
 
 def _steps_legend(report: ReportData, timed: bool) -> str:
     """Return what the table of steps compares with, and what its marks mean."""
-    against = report.baseline or view.MISSING_TEXT
+    against = f"{report.baseline or view.MISSING_TEXT}{view.timed_baseline(report)}"
     legend = (
         "Each step continues from the one above it; branches are drawn. Differences"
         f"{' and speed-ups' * timed} are relative to {against}; * p < 0.05, corrected (Holm)."

@@ -261,7 +261,8 @@ def _legend_lines(
 ) -> list[str]:
     parts = []
     if report.baseline_step and report.baseline_step.quality:
-        parts.append(f"diff{' and speed-up' * bool(sizes)} relative to '{report.baseline}'")
+        timed = view.timed_baseline(report)
+        parts.append(f"diff{' and speed-up' * bool(sizes)} relative to '{report.baseline}'{timed}")
     if any(metric in step.against_baseline for step in report.steps):
         parts.append(
             "differences include the graph's random numbers" if report.is_random else "* p < 0.05 (Holm)"

@@ -234,6 +234,12 @@ def latency_scope(report: ReportData) -> str:
     return find_task(report).call
 
 
+def timed_baseline(report: ReportData) -> str:
+    """Return how the baseline was timed, in parentheses after its name; empty for torch's eager mode."""
+    latency = (report.recipe.get("score") or {}).get("latency") or {}
+    return " (timed as compiled by torch.compile)" if latency.get("baseline") == "compiled" else ""
+
+
 def runtime_label(step: StepReport) -> str:
     """Return the runtime of the step's artifact: format and target."""
     return " · ".join(part for part in (step.format, step.target) if part) or MISSING_TEXT

@@ -150,20 +150,13 @@ def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -
     """Add adapters to the layers `names`, peft's to float ones; all other weights are frozen.
 
     Raises:
-        InputError: DoRA of a layer that is quantized, or sparse, whose zeros it would not keep.
+        InputError: see `_require_supported_layers`.
     """
     quantized_names = [
         n for n in names if isinstance(model.get_submodule(n), QuantizedLinear | LowRankCorrectedLinear)
     ]
     floats = [name for name in names if name not in quantized_names]
-    fixed = quantized_names + [name for name in floats if is_masked(model.get_submodule(name))]
-    if settings.use_dora and fixed:
-        raise InputError(
-            f"lora: use_dora supports only float layers without fixed zeros, and '{fixed[0]}' is quantized or"
-            " sparse. Remove use_dora.",
-            code="unsupported-layer",
-            setting="lora.use_dora",
-        )
+    _require_supported_layers(model, quantized_names, floats, settings)
     model.requires_grad_(False)
     if floats:
         config = _peft_config(floats, settings)
@@ -173,6 +166,36 @@ def _inject_adapters(model: Any, names: Sequence[str], settings: LoraSettings) -
     for name in quantized_names:
         base = model.get_submodule(name)
         replace_module(model, name, QuantizedLoraLinear(base, settings).train(base.training))
+
+
+def _require_supported_layers(
+    model: Any, quantized: Sequence[str], floats: Sequence[str], settings: LoraSettings
+) -> None:
+    """Require layers that DoRA can scale, and that peft computes from a saved adapter as smelt does.
+
+    Raises:
+        InputError: `unsupported-layer`: DoRA of a quantized layer, or of a row of zeros, which has no
+            direction; DoRA or a saved adapter of a sparse layer, whose zeros peft would fill.
+    """
+    sparse = [name for name in floats if is_masked(model.get_submodule(name))]
+    weights = ((name, model.get_submodule(name).weight.detach()) for name in floats)
+    problems = []
+    if settings.use_dora:
+        zero_rows = [name for name, weight in weights if bool((weight == 0).all(dim=1).any())]
+        problems += [("use_dora", f"'{name}' is quantized") for name in quantized[:1]]
+        problems += [("use_dora", f"'{name}' is sparse") for name in sparse[:1]]
+        problems += [("use_dora", f"'{name}' has a row of zeros") for name in zero_rows[:1]]
+    if settings.save_adapter:
+        problems += [
+            ("save_adapter", f"'{name}' is sparse, and peft would fill its zeros") for name in sparse[:1]
+        ]
+    if problems:
+        setting, reason = problems[0]
+        raise InputError(
+            f"lora: {setting} is not supported: {reason}. Remove {setting}.",
+            code="unsupported-layer",
+            setting=f"lora.{setting}",
+        )
 
 
 def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -400,7 +400,8 @@ def balanced_class_weights(targets: Sequence[int | tuple[float, ...]], num_class
 
     Of n samples with one class each: scikit-learn's `balanced`, n / (classes with samples * samples of the
     class); their mean over the samples is 1. For multi-label: samples without the class / samples with it, as
-    in torch's documentation of BCEWithLogitsLoss. A class without samples has weight 1.
+    in torch's documentation of BCEWithLogitsLoss. A class that no sample has, or there
+    every one, has weight 1.
 
     Args:
         targets: the class of each sample, or C numbers, 1 or 0.
@@ -412,7 +413,8 @@ def balanced_class_weights(targets: Sequence[int | tuple[float, ...]], num_class
     weights = np.ones(num_classes)
     if values.ndim > 1:
         counts = values.sum(axis=0)
-        weights[counts > 0] = (len(values) - counts[counts > 0]) / counts[counts > 0]
+        varies = (counts > 0) & (counts < len(values))
+        weights[varies] = (len(values) - counts[varies]) / counts[varies]
     else:
         classes = np.unique(values)
         weights[classes] = compute_class_weight("balanced", classes=classes, y=values)

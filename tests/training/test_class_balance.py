@@ -11,12 +11,14 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.core.errors import InputError
-from smelt.data.splits import Example, Split
+from smelt.data.splits import Columns, Example, Split
+from smelt.tasks.read_split import read_split
 from smelt.tasks.samples import EncodedSample, collate, plan_batches
 from smelt.training import trainer
 from smelt.training.losses import balanced_class_weights, class_weighted_loss
 from tests.support import harness
-from tests.support.models import tiny
+from tests.support.expected_errors import raises_setting_codes
+from tests.support.models import taggers, tiny
 
 pytestmark = pytest.mark.quick
 
@@ -32,8 +34,8 @@ def test_balanced_weights_equal_scikit_learn():
 
 
 def test_weights_of_several_labels_are_negatives_by_positives():
-    targets = [(1.0, 0.0, 0.0), (1.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
-    assert balanced_class_weights(targets, 3).tolist() == pytest.approx([1 / 3, 3.0, 1.0])
+    targets = [(1.0, 0.0, 0.0, 1.0), (1.0, 1.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0)]
+    assert balanced_class_weights(targets, 4).tolist() == pytest.approx([1 / 3, 3.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -155,3 +157,20 @@ def test_training_refuses_to_draw_samples_with_several_labels_by_class(tmp_path)
     with pytest.raises(InputError) as caught:
         Finetune()(src, FinetuneSettings(sampling="balanced"), ctx)
     assert caught.value.code == "not-one-class"
+
+
+def test_weights_and_sampling_are_not_combined():
+    with raises_setting_codes("settings-conflict"):
+        FinetuneSettings(class_weights="balanced", sampling="balanced")
+
+
+def test_every_tag_of_a_sentence_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "run_training", lambda *args, **more: None)
+    src = tiny.as_artifact(taggers.write_model(tmp_path / "model"), taggers.TASK)
+    data = read_split(str(taggers.write_rows(tmp_path / "rows.jsonl")), taggers.TASK, Columns(), tmp_path)
+    ctx = harness.make_context(tmp_path / "work" / "out", task=taggers.TASK, data={"train": data})
+    Finetune()(src, FinetuneSettings(class_weights="balanced"), ctx)
+    counts = Counter(tag for example in data.examples for tag in example.label)
+    expected = {tag: counts.total() / (len(counts) * count) for tag, count in counts.items()}
+    assert len(set(expected.values())) > 1
+    assert {tag: ctx.details["class_weights"][tag] for tag in expected} == pytest.approx(expected, abs=1e-4)

@@ -18,7 +18,7 @@ from smelt.core import system
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
-from smelt.models.edits import apply_edits, read_edits
+from smelt.models.edits import apply_edits, mark_masked, read_edits
 from smelt.models.layers import LowRankCorrectedLinear
 from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import QuantizedMatrix
@@ -26,7 +26,7 @@ from smelt.tasks.read_split import read_split
 from smelt.training.lora import LoraAdapters, QuantizedLoraLinear, find_lora_layers
 from smelt.training.settings import LoraSettings
 from tests.support import harness
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import causal, every_family, tiny
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
@@ -116,6 +116,28 @@ def test_saved_adapter_is_read_by_peft(tmp_path, settings):
     merged = harness.load_output_model(ctx)
     torch.testing.assert_close(harness.logits(model), harness.logits(merged), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(harness.logits(merged), original_logits, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "zeros"), [({"use_dora": True}, 1), ({"use_dora": True}, 2), ({"save_adapter": True}, 2)]
+)
+def test_rows_of_zeros_and_sparse_layers_are_rejected(settings, zeros):
+    """One zero row has no direction; a masked layer would get other zeros in peft."""
+    model, _ = load_model(every_family.model_with_layers("bert", 2))
+    layer = model.get_submodule("bert.encoder.layer.0.attention.self.query")
+    with torch.no_grad():
+        layer.weight[0] = 0
+    if zeros == 2:
+        mark_masked(layer)
+    with raises_code("unsupported-layer"):
+        LoraAdapters(model, LoraSettings(rank=2, **settings))
+
+
+@pytest.mark.parametrize("changes", [{"phases": [{"losses": {"logits": 1.0}}]}, {"student": {"layers": 1}}])
+def test_adapter_of_weights_that_are_not_stored_is_rejected(changes):
+    assert DistillSettings(lora={"save_adapter": True}).lora.save_adapter
+    with raises_setting_codes("settings-conflict"):
+        DistillSettings(lora={"save_adapter": True}, **changes)
 
 
 def test_dora_of_quantized_layers_is_rejected(coded):

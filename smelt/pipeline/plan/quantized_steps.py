@@ -173,7 +173,11 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[Messag
     """Yield errors for settings of a training step that do not fit its quantized input."""
     qat = getattr(settings, "qat", None)
     halved = [name for name, scheme in SCHEMES.items() if scheme.split_scheme]
-    if getattr(settings, "lora", None) is not None and before.is_split and not before.has_float_layers:
+    lora = getattr(settings, "lora", None)
+    if lora is not None and lora.use_dora and not before.has_float_layers:
+        text = f"lora: use_dora supports only float layers, and they are {before.linear_scheme}. Remove it."
+        yield error_message("unsupported-layer", text)
+    if lora is not None and before.is_split and not before.has_float_layers:
         text = (
             "lora: layers that were split by qat: weight_splitting in an earlier step cannot have adapters."
             " Remove lora or weight_splitting."

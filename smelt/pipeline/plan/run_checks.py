@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,6 +217,10 @@ def check_latency_steps(context: CheckContext) -> Iterator[Finding]:
             yield ("score", "latency", "steps"), error_message("unknown-step", text)
 
 
+# `torch.compile` takes the variable CXX, else one of these
+_CXX_COMPILERS = tuple(filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl")))
+
+
 @skip_if_invalid("baseline", "score.latency.baseline")
 def check_compiled_baseline(context: CheckContext) -> Iterator[Finding]:
     """Check that a baseline to be compiled is a torch model that generates nothing."""
@@ -229,6 +235,12 @@ def check_compiled_baseline(context: CheckContext) -> Iterator[Finding]:
     elif recipe.traits.generates:
         text = f"models of {recipe.task} run once for each token, which is not compiled; remove it."
         yield path, error_message("does-not-fit-task", text)
+    elif not any(map(shutil.which, _CXX_COMPILERS)):
+        text = (
+            f"torch.compile requires a C++ compiler, and none of {', '.join(_CXX_COMPILERS)} is on the PATH."
+            " Install one (apt install g++), or remove it."
+        )
+        yield path, error_message("no-compiler", text)
 
 
 @skip_if_invalid("baseline")

@@ -16,7 +16,7 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.distill.teacher_labels import ModelLabels, combination_of, several_teacher_errors
 from smelt.core.messages import message_codes
-from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from smelt.data.splits import Example, Split
 from tests.support import harness
 from tests.support.models import tiny
@@ -123,11 +123,16 @@ def test_labels_define_how_outputs_are_combined(teachers, student, uses_labels, 
     assert combination_of(teachers, student, uses_labels) == combination
 
 
+SCORE = labels("good", problem=REGRESSION)
+
+
 @pytest.mark.parametrize(("teachers", "student", "code"), [
     ([CATS, FRUIT, labels("dog", "cow")], labels(*ALL, "cow"), "unlinked-labels"),
     ([CATS, labels("apple", "banana", problem=MULTI_LABEL)], labels(*ALL), "single-label-student"),
     ([labels("O", "cat", of_tokens=True), labels("O", "dog", of_tokens=True)],
      labels("O", "cat", "dog", of_tokens=True), "single-label-student"),
+    ([SCORE, SCORE], labels("good", "bad"), "problem-type-mismatch"),
+    ([labels("good"), labels("good")], SCORE, "problem-type-mismatch"),
 ])  # fmt: skip
 def test_outputs_that_define_no_single_label_are_rejected(teachers, student, code):
     assert message_codes(several_teacher_errors(teachers, student, uses_labels=False)) == [code]

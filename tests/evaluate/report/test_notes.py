@@ -91,3 +91,14 @@ def test_disturbed_steps_share_one_note(report):
     (text,) = note_texts
     assert "onnx-int8 (batch 1, 8), onnx-fp32 (batch 1, 8)" in text
     assert "40 %" in text
+
+
+def test_compiled_baseline_is_named_in_every_page(report):
+    for latency, is_named in (
+        (False, False),
+        ({"baseline": "eager"}, False),
+        ({"baseline": "compiled"}, True),
+    ):
+        report["recipe"]["score"] = report["recipe"].get("score", {}) | {"latency": latency}
+        pages = (render_table(report), render_markdown(report), render_html(report))
+        assert ["torch.compile" in " ".join(page.split()) for page in pages] == [is_named] * 3

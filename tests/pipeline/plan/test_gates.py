@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,3 +123,16 @@ def test_only_torch_models_that_run_once_are_compiled_as_baseline(folder: Path, 
     assert plan_stages(folder, stages).recipe.score.latency
     (error,) = plan_errors(folder, stages.replace("eager", "compiled"))
     assert (error.code, error.setting) == (code, "score.latency.baseline")
+
+
+def test_compiled_baseline_requires_a_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
+    (folder / "model/vocab.txt").touch()
+    (folder / "labels.csv").write_text("text,label\na,0\nb,1\n")
+    head = "model: model\ntask: text-classification\ndata: {test: labels.csv}\n"
+    stages = "[]\nscore: {latency: {baseline: compiled}}"
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/g++")
+    assert plan_stages(folder, stages, head=head).steps == ()
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (error,) = plan_errors(folder, stages, head=head)
+    assert (error.code, error.setting) == ("no-compiler", "score.latency.baseline")

@@ -232,3 +232,12 @@ def test_autotune_considers_checkpoint_but_not_replaced_by_student(folder):
     assert message_codes(autotune_warnings(folder, "quantize: {scheme: int4}", other, TUNED)) == [
         "nothing-quantized"
     ]
+
+
+def test_dora_of_quantized_layers_is_rejected(folder):
+    lora = "finetune: {lora: {use_dora: true}}"
+    assert [code for code, _ in refused(folder, lora)] == ["unsupported-layer"]
+    assert [code for code, _ in refused(folder, "quantize: {scheme: int4}", lora, model="float")] == [
+        "unsupported-layer"
+    ]
+    assert load_plan(recipe(folder, lora, model="float")).steps

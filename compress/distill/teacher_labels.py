@@ -109,8 +109,8 @@ def several_teacher_errors(
     problems = {teacher.problem for teacher in teachers} | ({student.problem} if student else set())
     if REGRESSION in problems and len(problems) > 1:
         text = (
-            f"teachers and student are {' and '.join(sorted(problems))} models, and regression has no classes."
-            " Use models of one kind."
+            f"teachers and student are {' and '.join(sorted(problems))} models, and regression has no"
+            " classes. Use models of one kind."
         )
         return [error_message("problem-type-mismatch", text, setting="teacher")]
     if student is None or problems == {REGRESSION}:

@@ -28,6 +28,7 @@ Format = Literal["torch", "onnx", "tensorrt"]
 # Float master weights of a quantized model that was trained: a later training starts from them
 # (compress/quantize/qat.py). They are not part of the model.
 MASTER_WEIGHTS_FILE = "latent.safetensors"
+ADAPTER_FOLDER = "adapter"  # adapters as peft's files, whose sum with the weights is the model
 CHECKSUMS_FILE = "SHA256SUMS"  # of a package (export/package): the hash of every file in it
 _REBUILD_HINT = "Run the recipe again with --rebuild."
 _COPY_HINT = (
@@ -120,8 +121,9 @@ class Artifact:
 
     @property
     def model_files(self) -> dict[str, FileRecord]:
-        """The files of the model itself, which are deployed: all but those that only training reads."""
-        return {name: record for name, record in self.manifest.files.items() if name != MASTER_WEIGHTS_FILE}
+        """The files of the model itself, which are deployed: without master weights and adapters."""
+        others = (MASTER_WEIGHTS_FILE, f"{ADAPTER_FOLDER}/")
+        return {name: record for name, record in self.manifest.files.items() if not name.startswith(others)}
 
     @property
     def size_bytes(self) -> int:

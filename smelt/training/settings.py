@@ -24,7 +24,6 @@ from smelt.models.model_size import FLOAT_BYTES, INTERPRETER_BYTES, ModelSize, S
 from smelt.stage import Context, Need, Settings, StoredDtype
 
 LOSS_METRIC = "loss"  # the default of `metric_for_best_model`
-ADAPTER_FOLDER = "adapter"  # of an artifact: `lora.save_adapter`
 PEFT_VERSION = "0.18"  # the oldest supported release
 BITSANDBYTES_VERSION = "0.48"
 # Of transformers' `OptimizerNames`: those that need no settings of their own and step inside the usual loop,

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.artifact import Artifact
+from smelt.core.artifact import ADAPTER_FOLDER, Artifact
 from smelt.core.errors import InputError
 from smelt.core.process_group import process_rank
 from smelt.data.splits import Split, missing_labels_errors, spread_indices
 from smelt.stage import Context
-from smelt.training.settings import ADAPTER_FOLDER, LOSS_METRIC, TrainingSettings
+from smelt.training.settings import LOSS_METRIC, TrainingSettings
 
 if TYPE_CHECKING:
     from smelt.models.edits import Edit

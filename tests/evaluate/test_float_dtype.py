@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from smelt.core.artifact import MASTER_WEIGHTS_FILE, FileRecord
+from smelt.core.artifact import ADAPTER_FOLDER, MASTER_WEIGHTS_FILE, FileRecord
 from smelt.evaluate.environment import float_dtype
 from tests.support.models import tiny
 
@@ -49,14 +49,17 @@ def test_file_outside_manifest_is_ignored(tmp_path):
     assert float_dtype(_artifact(tmp_path, [{"b": np.ones(3, np.float32)}])) == "float32"
 
 
-def test_master_weights_are_not_counted_as_weights(tmp_path):
+@pytest.mark.parametrize("other", [MASTER_WEIGHTS_FILE, f"{ADAPTER_FOLDER}/adapter_model.safetensors"])
+def test_master_weights_and_adapters_are_not_counted_as_weights(tmp_path, other):
     artifact = _artifact(tmp_path, [{"b": np.ones(3, np.float16)}])
-    save_file({"b": np.ones(999, np.float32)}, tmp_path / MASTER_WEIGHTS_FILE)
-    files = artifact.manifest.files | {MASTER_WEIGHTS_FILE: FileRecord(sha256="0" * 64, size_bytes=1)}
-    with_master_weights = dataclasses.replace(
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    save_file({"b": np.ones(999, np.float32)}, tmp_path / other)
+    files = artifact.manifest.files | {other: FileRecord(sha256="0" * 64, size_bytes=1)}
+    with_others = dataclasses.replace(
         artifact, manifest=artifact.manifest.model_copy(update={"files": files})
     )
-    assert float_dtype(with_master_weights) == "float16"
+    assert float_dtype(with_others) == "float16"
+    assert with_others.size_bytes == artifact.size_bytes
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("fp32", "float32"), ("fp16", "float16"), (None, None)])

@@ -299,7 +299,7 @@ def with_learning_rate(
         trained_part = "fewer layers"
     rate = default_learning_rate(model.config.to_dict(), trained_part)
     page = "docs/reference/stages/finetune.md#learning-rates"
-    ctx.log(f"learning rate {rate:.2g}, for {trained_part} of such a model ({page})")
+    ctx.log(f"learning rate {rate:.2g}, the default for {trained_part}: {page}")
     return settings.model_copy(update={"learning_rate": rate})
 
 

@@ -11,12 +11,13 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import json_hash, sha256_of, write_atomically
 
 
@@ -186,6 +187,39 @@ def recorded_source(function: str, source_hash: str) -> Path:
             code="untrusted-module",
         )
     return folder
+
+
+@contextmanager
+def user_code_errors(problem: str, error_class: type[SmeltError] = InputError) -> Iterator[None]:
+    """Convert errors of the user's code inside the context to errors that name its file and line.
+
+    Args:
+        problem: the beginning of the message, such as "'nets:build' fails".
+        error_class: of the error.
+
+    Raises:
+        SmeltError: `module-failed`: the code raised an error; the message names file and line. Errors of
+            smelt are passed on.
+    """
+    try:
+        yield
+    except SmeltError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code does
+        location = _line_in_recorded_code(error)
+        place = f" in {location}" if location else ""
+        text = f"{problem}{place}: {type(error).__name__}: {error}".rstrip(".")
+        raise error_class(f"{text}.", code="module-failed") from error
+
+
+def _line_in_recorded_code(error: BaseException) -> str | None:
+    """Return the file, relative to its folder, and line of recorded code that `error` was raised in."""
+    base = _recorded_folder("").absolute()
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(base):
+            return f"{'/'.join(path.relative_to(base).parts[1:])}, line {line}"
+    return None
 
 
 def _hash_of_source(function: str, contents: Mapping[str, bytes]) -> str:

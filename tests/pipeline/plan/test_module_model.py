@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import message_locations, raises_code
 from tests.support.models import user_modules
 
 
@@ -55,6 +56,34 @@ def test_invalid_model_is_refused(model, code, folder):
     (folder / "cnn.pt").write_bytes(pickle.dumps({}))
     with raises_code(code, InputError):
         load_plan(user_modules.write_recipe(folder, **model))
+
+
+@pytest.mark.parametrize(("model", "code", "setting"), [
+    ({"image_size": 16.5}, "wrong-value", "model.image_size"),
+    ({"image_size": 0}, "wrong-value", "model.image_size"),
+    ({"image_size": "true"}, "wrong-value", "model.image_size"),
+    ({"labels": "red"}, "wrong-value", "model.labels"),
+    ({"module": "nets.cnn"}, "wrong-value", "model.module"),
+    ({"module": "nets.py:cnn"}, "wrong-value", "model.module"),
+    ({"image_sise": 16}, "unknown-setting", "model.image_sise"),
+])  # fmt: skip
+def test_error_is_about_the_key_that_is_wrong(model, code, setting, folder):
+    recipe = user_modules.write_recipe(folder, **model)
+    lines = recipe.read_text().splitlines()
+    key = f"  {setting.removeprefix('model.')}: "
+    with raises_code(code, InputError) as refused:
+        load_plan(recipe)
+    line = next(number for number, text in enumerate(lines, start=1) if text.startswith(key))
+    assert message_locations(refused.value.messages) == [(code, setting, line)]
+
+
+def test_unknown_setting_lists_each_setting_of_a_module_once(folder):
+    with raises_code("unknown-setting", InputError) as refused:
+        load_plan(user_modules.write_recipe(folder, image_sise=16))
+    words = re.findall(r"\w+", str(refused.value))
+    assert words.count("weights") == 1
+    assert words.count("image_size") == 2  # also as the one that was meant
+    assert "tokenizer" not in words  # of an untrained model
 
 
 @pytest.mark.parametrize(("function", "code"), [("features", "wrong-output"), ("tied", "shared-weights")])

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.util
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _imported: dict[str, tuple[Path, str]] = {}
 
 
 def import_current(name: str, folder: Path) -> Any:
-    """Return the module as it is in its file now.
+    """Return the module as it is in its file now; what it prints goes to standard error.
 
     Modules of the folder are imported again if one of them was edited, or is loaded from another folder.
     """
@@ -52,7 +53,8 @@ def import_current(name: str, folder: Path) -> Any:
         if outdated & {module, *parents} or (edited and module in modules):
             del sys.modules[module]
             _imported.pop(module, None)
-    loaded = importlib.import_module(name)
+    with redirect_stdout(sys.stderr):
+        loaded = importlib.import_module(name)
     _imported.update(states)
     return loaded
 
@@ -155,9 +157,17 @@ def record_source(function: str, folder: Path) -> str:
     files = user_code_files([function], folder)
     if not files:
         module, names = function.partition(":")[0], [path.stem for path in folder.glob("*.py")]
+        package = module.partition(".")[0]
+        advice = "Put the function into a .py file there; it may import installed packages."
+        with suppress(ImportError, ValueError):
+            if importlib.util.find_spec(package) is not None:  # of a package alone, which imports nothing
+                advice = (
+                    f"'{package}' is an installed package. Write a function in a .py file there that calls"
+                    f" '{function}'."
+                )
         raise InputError(
-            f"there is no module '{module}' in {folder}. Put the function into a .py file there; it may"
-            f" import installed packages.{did_you_mean(module, names)}",
+            f"there is no module '{module}' in the folder '{folder.absolute()}'."
+            f" {advice}{did_you_mean(module, names)}",
             code="module-not-found",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}

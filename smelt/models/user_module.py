@@ -106,7 +106,7 @@ def build_module(module: str, source_hash: str) -> nn.Module:
             functions = [n for n, value in vars(loaded).items() if inspect.isfunction(value)]
             functions = [n for n in functions if getattr(loaded, n).__module__ == name]
             raise InputError(
-                f"the module '{name}' has no '{attribute}'. Its functions: {', '.join(functions) or 'none'}."
+                f"the module '{name}' has no '{attribute}'. Its functions: {', '.join(functions[:20]) or 'none'}."
                 f"{did_you_mean(attribute, functions)}",
                 code="module-failed",
             )

@@ -8,10 +8,11 @@ from torch import nn
 
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import read_json_object, write_json
+from smelt.core.user_code import first_on_path, import_current
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import fold_batch_norms
-from smelt.models.user_module import build_module, inner_linear_layers, traced_conv_norms
 from smelt.models.operations import count_operations
+from smelt.models.user_module import build_module, inner_linear_layers, traced_conv_norms
 from tests.support.expected_errors import raises_code
 from tests.support.models import user_modules
 
@@ -99,6 +100,13 @@ def test_error_in_forward_names_file_and_line(tmp_path):
         model(pixel_values=pixels(5))
     assert f"nets.py, line {line}" in str(raised.value)
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_what_an_import_prints_goes_to_standard_error(tmp_path, capsys):
+    (tmp_path / "printing_import.py").write_text("print('imported')")
+    with first_on_path(tmp_path):
+        import_current("printing_import", tmp_path)
+    assert capsys.readouterr() == ("", "imported\n")
 
 
 def test_operations_of_forward_that_reads_values_are_not_counted(tmp_path):

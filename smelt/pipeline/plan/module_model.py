@@ -55,7 +55,7 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             findings = [*error_findings(path, error)]
         else:
             context.recipe = recipe.model_copy(update={"model": str(folder)})
-            text = f"model: imports '{model.module}' from {recipe.base}, which runs its code, also in this"
+            text = f"model: imports '{model.module}' from {recipe.base.absolute()}, which runs its code, also in this"
             text += " check."
             yield (), info("module-imported", text)
     if findings:

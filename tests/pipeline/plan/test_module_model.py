@@ -86,6 +86,32 @@ def test_unknown_setting_lists_each_setting_of_a_module_once(folder):
     assert "tokenizer" not in words  # of an untrained model
 
 
+def test_absent_module_is_reported_with_the_folder(folder, monkeypatch):
+    recipe = user_modules.write_recipe(folder, module="net:cnn")
+    monkeypatch.chdir(folder)
+    with raises_code("module-not-found", InputError) as refused:
+        load_plan(recipe.relative_to(folder))
+    assert f"'{folder}'" in str(refused.value)
+    assert "'nets'" in str(refused.value)
+
+
+def test_function_of_an_installed_package_is_to_be_called_by_an_own_one(folder):
+    texts = []
+    for function in ("torch.nn:Identity", "no_such_package.nn:Identity"):
+        with raises_code("module-not-found", InputError) as refused:
+            load_plan(user_modules.write_recipe(folder, module=function))
+        texts.append(str(refused.value))
+    assert "'torch.nn:Identity'" in texts[0]
+    assert "'no_such_package.nn:Identity'" not in texts[1]
+
+
+def test_absent_function_is_reported_with_those_of_the_module(folder):
+    with raises_code("module-failed", InputError) as refused:
+        load_plan(user_modules.write_recipe(folder, module="nets:mixr"))
+    assert {"cnn", "mixer", "tied"} <= set(re.findall(r"\w+", str(refused.value)))
+    assert "Mixer" not in str(refused.value)  # a class
+
+
 @pytest.mark.parametrize(("function", "code"), [("features", "wrong-output"), ("tied", "shared-weights")])
 def test_module_of_unsupported_form_is_refused(function, code, tmp_path):
     network = user_modules.build(function)

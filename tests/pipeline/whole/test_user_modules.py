@@ -127,6 +127,23 @@ def test_forward_that_reads_values_is_not_pruned_and_warned_about_once(tmp_path)
     assert codes.count("operations-not-counted") == 1
 
 
+def test_json_has_nothing_that_the_module_prints(tmp_path):
+    user_modules.write_module(tmp_path, "printing")
+    (tmp_path / "nets.py").write_text(f"print('imported')\n{user_modules.CODE}")
+    recipe = user_modules.write_recipe(tmp_path, "printing", ("onnx",))
+    planned = harness.smelt("plan", recipe, "--json", code=0)
+    json.loads(planned.stdout)
+    assert {"imported", "built", "called"} <= set(planned.stderr.split())
+    smelt.run(recipe, out=tmp_path / "run", until="model")
+    artifact, image = tmp_path / "run/artifacts/model", next(tmp_path.rglob("*.png"))
+    predicted = harness.smelt("predict", artifact, image, "--json", code=0)
+    assert len([json.loads(line) for line in predicted.stdout.splitlines()]) == 1
+    scored = harness.smelt("eval", artifact, "--data", tmp_path / "test.jsonl", "--json", code=0)
+    json.loads(scored.stdout)
+    for each in (predicted, scored):
+        assert "called" in each.stderr.split()
+
+
 def test_convolutions_are_factorized(tmp_path):
     user_modules.write_module(tmp_path, "cnn")
     stages = ("factorize: {method: tucker, keep_ratio: 0.5, optimize_for: size}", "onnx")

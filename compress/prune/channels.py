@@ -43,7 +43,9 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     except RunError as error:
         if error.code not in MODULE_ERRORS:
             raise
-        raise InputError(f"prune: {error} Change the module, or remove prune.", code="not-prunable") from error
+        raise InputError(
+            f"prune: {error} Change the module, or remove prune.", code="not-prunable"
+        ) from error
 
 
 def _prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None:

@@ -105,8 +105,9 @@ def build_module(module: str, source_hash: str) -> nn.Module:
         if not hasattr(loaded, attribute):
             functions = [n for n, value in vars(loaded).items() if inspect.isfunction(value)]
             functions = [n for n in functions if getattr(loaded, n).__module__ == name]
+            listed = ", ".join(functions[:20]) or "none"
             raise InputError(
-                f"the module '{name}' has no '{attribute}'. Its functions: {', '.join(functions[:20]) or 'none'}."
+                f"the module '{name}' has no '{attribute}'. Its functions: {listed}."
                 f"{did_you_mean(attribute, functions)}",
                 code="module-failed",
             )

@@ -55,8 +55,10 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             findings = [*error_findings(path, error)]
         else:
             context.recipe = recipe.model_copy(update={"model": str(folder)})
-            text = f"model: imports '{model.module}' from {recipe.base.absolute()}, which runs its code, also in this"
-            text += " check."
+            text = (
+                f"model: imports '{model.module}' from {recipe.base.absolute()}, which runs its code, also in"
+            )
+            text += " this check."
             yield (), info("module-imported", text)
     if findings:
         context.invalid_paths.add("model")
@@ -214,8 +216,9 @@ def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
     from smelt.models.user_module import find_fixed_layers
 
     pixels = torch.zeros(2, 3, height, width)
+    problem = f"the module fails on images {list(pixels.shape)}"
     try:
-        with redirect_stdout(sys.stderr), user_code_errors(f"the module fails on images {list(pixels.shape)}"):
+        with redirect_stdout(sys.stderr), user_code_errors(problem):
             output, fixed = find_fixed_layers(network, pixels)
     except InputError as error:
         raise InputError(str(error), code=error.code, setting="module") from error

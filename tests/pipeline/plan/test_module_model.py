@@ -157,9 +157,10 @@ def test_stages_that_need_blocks_are_refused(function, stage, folder):
         load_plan(user_modules.write_recipe(folder, function, (stage,)))
 
 
-def test_scheme_of_linear_layers_is_refused_without_any(folder):
-    with raises_code("unsupported-scheme", InputError):
-        load_plan(user_modules.write_recipe(folder, "cnn", ("quantize: {scheme: int4}",)))
+@pytest.mark.parametrize("scheme", ["int4", "int8-dynamic"])
+def test_scheme_of_linear_layers_is_refused_if_there_is_only_the_output_layer(scheme, folder):
+    with raises_code("only-output-layer", InputError):
+        load_plan(user_modules.write_recipe(folder, "cnn", (f"quantize: {{scheme: {scheme}}}",)))
 
 
 def test_pruning_without_torch_pruning_is_refused(folder, monkeypatch):

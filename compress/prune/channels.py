@@ -20,13 +20,13 @@ from smelt.compress.prune.module_channels import cut_module_channels, find_modul
 from smelt.compress.prune.settings import PruneSettings, check_units, count_kept_channels
 from smelt.compress.prune.units import ChannelGroup, ChannelUnits, allocate_globally, find_convolution
 from smelt.core.artifact import Artifact
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.messages import Message, warning
 from smelt.models.checkpoint import count_stored_parameters, save_model
 from smelt.models.edits import Edit, replace_layer
 from smelt.models.families.registry import family_of, is_user_module
 from smelt.models.layers import conv_end_names, resize_batch_norm, resize_conv
-from smelt.models.operations import count_operations
+from smelt.models.operations import MODULE_ERRORS, count_operations
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.stage import Context
 
@@ -35,8 +35,20 @@ def prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None
     """Remove the least important channels of `src`, and write the model to `ctx.out`.
 
     Raises:
-        InputError: the model has no such channels, or calibration samples are missing.
+        InputError: the model has no such channels, or calibration samples are missing; `not-prunable`: the
+            code of a user's module fails.
     """
+    try:
+        _prune_channels(src, settings, ctx)
+    except RunError as error:
+        if error.code not in MODULE_ERRORS:
+            raise
+        raise InputError(
+            f"prune: {error} Change the module, or remove prune.", code="not-prunable"
+        ) from error
+
+
+def _prune_channels(src: Artifact, settings: PruneSettings, ctx: Context) -> None:
     model, edits = load_float_model(src, "prune")
     for error in check_units(settings.targets, model.config.to_dict()):
         raise InputError(f"prune: {error.message}", code=error.code, setting=error.setting)

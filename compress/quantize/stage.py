@@ -221,6 +221,12 @@ def convolution_setting_errors(
     scheme_text = f"{lack}. Use scheme: {' or '.join(supported)}, which quantizes convolutions."
     if settings.mixed_precision is not None:
         return [error_message("does-not-fit-model", scheme_text, setting="mixed_precision")]
+    if settings.scheme not in supported and config.get("linear_layers") == 0:  # a user's module
+        text = (
+            "the module has no linear layer to quantize except its output layer, and"
+            f" {settings.scheme} quantizes no convolutions. Use scheme: {' or '.join(supported)}."
+        )
+        return [error_message("only-output-layer", text, setting="scheme")]
     if settings.scheme not in supported and not config.get("linear_layers"):
         return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
     linear_only_text = f"{lack}, and this setting applies only to linear layers of such blocks. Remove it."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -419,7 +420,12 @@ def predict(
 
 def _print_answers(answers: Iterable[ExampleOutput], as_json: bool) -> None:
     """Print answers as they come, until nobody reads them."""
-    for answer in answers:
+    iterator = iter(answers)
+    while True:
+        with redirect_stdout(sys.stderr):  # code of the user may print
+            answer = next(iterator, None)
+        if answer is None:
+            return
         if as_json:
             print_json(answer.json_line)
         else:

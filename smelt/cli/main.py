@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -361,9 +362,10 @@ def evaluate(artifact: Path, as_json: bool, **options: Any) -> None:
     from smelt.api.evaluate import EvaluationOptions, evaluate_artifact, quality_lines
 
     data = options.pop("data")
-    scores = evaluate_artifact(
-        artifact, data, EvaluationOptions(**options), report=lambda text: print_untrusted(text, err=True)
-    )
+    with redirect_stdout(sys.stderr):  # code of the user may print
+        scores = evaluate_artifact(
+            artifact, data, EvaluationOptions(**options), report=lambda text: print_untrusted(text, err=True)
+        )
     if as_json:
         print_json(json.dumps(scores, indent=1))
     else:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError, SmeltError, did_you_mean
 from smelt.core.files import json_hash, sha256_of, write_atomically
 
 
@@ -36,7 +38,7 @@ _imported: dict[str, tuple[Path, str]] = {}
 
 
 def import_current(name: str, folder: Path) -> Any:
-    """Return the module as it is in its file now.
+    """Return the module as it is in its file now; what it prints goes to standard error.
 
     Modules of the folder are imported again if one of them was edited, or is loaded from another folder.
     """
@@ -51,7 +53,8 @@ def import_current(name: str, folder: Path) -> Any:
         if outdated & {module, *parents} or (edited and module in modules):
             del sys.modules[module]
             _imported.pop(module, None)
-    loaded = importlib.import_module(name)
+    with redirect_stdout(sys.stderr):
+        loaded = importlib.import_module(name)
     _imported.update(states)
     return loaded
 
@@ -154,9 +157,17 @@ def record_source(function: str, folder: Path) -> str:
     files = user_code_files([function], folder)
     if not files:
         module, names = function.partition(":")[0], [path.stem for path in folder.glob("*.py")]
+        package = module.partition(".")[0]
+        advice = "Put the function into a .py file there; it may import installed packages."
+        with suppress(ImportError, ValueError):
+            if importlib.util.find_spec(package) is not None:  # of a package alone, which imports nothing
+                advice = (
+                    f"'{package}' is an installed package. Write a function in a .py file there that calls"
+                    f" '{function}'."
+                )
         raise InputError(
-            f"there is no module '{module}' in {folder}. Put the function into a .py file there; it may"
-            f" import installed packages.{did_you_mean(module, names)}",
+            f"there is no module '{module}' in the folder '{folder.absolute()}'."
+            f" {advice}{did_you_mean(module, names)}",
             code="module-not-found",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
@@ -186,6 +197,39 @@ def recorded_source(function: str, source_hash: str) -> Path:
             code="untrusted-module",
         )
     return folder
+
+
+@contextmanager
+def user_code_errors(problem: str, error_class: type[SmeltError] = InputError) -> Iterator[None]:
+    """Convert errors of the user's code inside the context to errors that name its file and line.
+
+    Args:
+        problem: the beginning of the message, such as "'nets:build' fails".
+        error_class: of the error.
+
+    Raises:
+        SmeltError: `module-failed`: the code raised an error; the message names file and line. Errors of
+            smelt are passed on.
+    """
+    try:
+        yield
+    except SmeltError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's code does
+        location = _line_in_recorded_code(error)
+        place = f" in {location}" if location else ""
+        text = f"{problem}{place}: {type(error).__name__}: {error}".rstrip(".")
+        raise error_class(f"{text}.", code="module-failed") from error
+
+
+def _line_in_recorded_code(error: BaseException) -> str | None:
+    """Return the file, relative to its folder, and line of recorded code that `error` was raised in."""
+    base = _recorded_folder("").absolute()
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(base):
+            return f"{'/'.join(path.relative_to(base).parts[1:])}, line {line}"
+    return None
 
 
 def _hash_of_source(function: str, contents: Mapping[str, bytes]) -> str:

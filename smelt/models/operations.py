@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from smelt.core.errors import RunError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import empty_model
 from smelt.models.families.registry import reads_images
@@ -25,6 +26,9 @@ from smelt.quantization.layers import (
     QuantizedLinear,
 )
 
+# Codes of a user's module that fails.
+MODULE_ERRORS = ("module-failed", "data-dependent-forward")
+
 
 @torch.no_grad()
 def count_operations(model: Any, size: tuple[int, int]) -> int:
@@ -34,7 +38,25 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
         model: float, in eval mode; it is not changed.
         size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
             image height and width.
+
+    Raises:
+        RunError: `module-failed`: a user's module raises an error; `data-dependent-forward`: it reads values.
     """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        return _count(model, size)
+    except RunError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException | DynamicOutputShapeException):
+            raise
+        raise RunError(
+            f"the module's forward depends on the values of its input, and operations are counted without"
+            f" values. {error}",
+            code="data-dependent-forward",
+        ) from error
+
+
+def _count(model: Any, size: tuple[int, int]) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model, device = _copy_on_meta(model), "meta"

@@ -8,8 +8,11 @@ Shapes: B = batch, C = classes, h, w = height and width of the images.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import Counter
 from collections.abc import Collection
+from contextlib import redirect_stdout
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +20,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-from smelt.core.errors import InputError
-from smelt.core.user_code import first_on_path, import_current, recorded_source
+from smelt.core.errors import InputError, RunError, did_you_mean
+from smelt.core.user_code import first_on_path, import_current, recorded_source, user_code_errors
 from smelt.models.families.family import MODULE_PREFIX
 from smelt.models.families.torch_module import FAMILY
 from smelt.models.layers import LowRankConv
@@ -65,8 +68,19 @@ class UserModuleForImageClassification(transformers.PreTrainedModel):  # type: i
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, **_: Any
     ) -> ImageClassifierOutputWithNoAttention:
-        """Return the logits, float [B, C], and the loss with labels, for pixels float [B, 3, h, w]."""
-        logits = getattr(self, MODULE_PREFIX)(pixel_values)
+        """Return the logits, float [B, C], and the loss with labels, for pixels float [B, 3, h, w].
+
+        Raises:
+            RunError: `module-failed`: the user's code raised an error. While torch exports the model, torch's
+                own errors are passed on.
+        """
+        network = getattr(self, MODULE_PREFIX)
+        if torch.compiler.is_compiling():  # also exporting; torch handles some errors itself
+            logits = network(pixel_values)
+        else:
+            problem = f"'{self.config.module}' fails on images {list(pixel_values.shape)}"
+            with user_code_errors(problem, RunError):
+                logits = network(pixel_values)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
@@ -84,15 +98,21 @@ def build_module(module: str, source_hash: str) -> nn.Module:
     """
     name, _, attribute = module.partition(":")
     source = recorded_source(module, source_hash)
-    try:
-        with first_on_path(source), torch.random.fork_rng(devices=[]):
-            network = getattr(import_current(name, source), attribute)()
-    except (Exception, SystemExit) as error:  # whatever the user's code does
-        raise InputError(
-            f"'{module}' cannot build the model: {type(error).__name__}: {error}. It is called without"
-            " arguments.",
-            code="module-failed",
-        ) from error
+    # standard output has results, such as JSON
+    with first_on_path(source), torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
+        with user_code_errors(f"'{name}' cannot be imported"):
+            loaded = import_current(name, source)
+        if not hasattr(loaded, attribute):
+            functions = [n for n, value in vars(loaded).items() if inspect.isfunction(value)]
+            functions = [n for n in functions if getattr(loaded, n).__module__ == name]
+            listed = ", ".join(functions[:20]) or "none"
+            raise InputError(
+                f"the module '{name}' has no '{attribute}'. Its functions: {listed}."
+                f"{did_you_mean(attribute, functions)}",
+                code="module-failed",
+            )
+        with user_code_errors(f"'{module}', called without arguments, cannot build the model"):
+            network = getattr(loaded, attribute)()
     if not isinstance(network, nn.Module):
         raise InputError(
             f"'{module}' returned a {type(network).__name__}. Return a torch.nn.Module.", code="module-failed"

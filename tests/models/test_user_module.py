@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.core.files import read_json_object, write_json
+from smelt.core.user_code import first_on_path, import_current
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.edits import fold_batch_norms
-from smelt.models.user_module import inner_linear_layers, traced_conv_norms
+from smelt.models.operations import count_operations
+from smelt.models.user_module import build_module, inner_linear_layers, traced_conv_norms
 from tests.support.expected_errors import raises_code
 from tests.support.models import user_modules
 
@@ -89,6 +91,33 @@ def test_batch_norms_are_folded_where_they_alone_read_a_convolution(tmp_path):
     folded = load_model(tmp_path / "folded")[0]
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
     assert torch.allclose(logits(folded), expected, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_error_in_forward_names_file_and_line(tmp_path):
+    model, _ = load_model(user_modules.model_folder(tmp_path / "own", "limited"))
+    line = user_modules.CODE.splitlines().index('            raise ValueError("at most 4 images")') + 1
+    with raises_code("module-failed", RunError) as raised:
+        model(pixel_values=pixels(5))
+    assert f"nets.py, line {line}" in str(raised.value)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_what_an_import_prints_goes_to_standard_error(tmp_path, capsys):
+    (tmp_path / "printing_import.py").write_text("print('imported')")
+    with first_on_path(tmp_path):
+        import_current("printing_import", tmp_path)
+    assert capsys.readouterr() == ("", "imported\n")
+
+
+def test_operations_of_forward_that_reads_values_are_not_counted(tmp_path):
+    model, _ = load_model(user_modules.model_folder(tmp_path / "own", "branching"))
+    with raises_code("data-dependent-forward", RunError):
+        count_operations(model, user_modules.SIZE)
+
+
+def test_built_module_is_in_eval_mode(tmp_path):
+    config = load_model(user_modules.model_folder(tmp_path / "own", "training"))[0].config
+    assert not any(module.training for module in build_module(config.module, config.source_hash).modules())
 
 
 @pytest.mark.parametrize("function", ["attentive", "branching"])

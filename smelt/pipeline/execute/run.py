@@ -481,6 +481,7 @@ class _PlanRunner:
     def _count_operations(self) -> None:
         """Report the operations of each step; graphs have those of the torch model that they come from."""
         split, counts = self.data[self.plan.judged_on], dict[str, int]()
+        failed: dict[str, list[str]] = {}  # a user's module fails alike in all steps
         for name, artifact in (self.artifacts | self.previous_artifacts).items():
             if artifact.format != "torch":
                 continue
@@ -488,8 +489,10 @@ class _PlanRunner:
                 counts[name] = step_operations(artifact, split, self.plan.recipe.task, self.store)
             except Exception as error:  # of transformers' code for a model; all results are there already
                 failure = self._explain_error(error, name)
-                text = f"{name}: operations were not counted: {failure}"
-                self.add_warnings([warning("operations-not-counted", text)])
+                failed.setdefault(str(failure), []).append(name)
+        for text, names in failed.items():
+            message = f"{', '.join(names)}: operations were not counted: {text}"
+            self.add_warnings([warning("operations-not-counted", message)])
         self.report.add_operations(counts)
 
     def _report_waiting(self, what: str) -> Callable[[str], None]:

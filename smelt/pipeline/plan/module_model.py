@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, resolve_path, write_json
 from smelt.core.messages import Message, error_message, info
-from smelt.core.user_code import record_source
+from smelt.core.user_code import record_source, user_code_errors
 from smelt.data.tasks import task_names
 from smelt.models.families.family import MODULE_PREFIX
 from smelt.models.weight_files import WEIGHTS_FILE, read_header
@@ -53,8 +55,10 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             findings = [*error_findings(path, error)]
         else:
             context.recipe = recipe.model_copy(update={"model": str(folder)})
-            text = f"model: imports '{model.module}' from {recipe.base}, which runs its code, also in this"
-            text += " check."
+            text = (
+                f"model: imports '{model.module}' from {recipe.base.absolute()}, which runs its code, also in"
+            )
+            text += " this check."
             yield (), info("module-imported", text)
     if findings:
         context.invalid_paths.add("model")
@@ -212,14 +216,12 @@ def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
     from smelt.models.user_module import find_fixed_layers
 
     pixels = torch.zeros(2, 3, height, width)
+    problem = f"the module fails on images {list(pixels.shape)}"
     try:
-        output, fixed = find_fixed_layers(network, pixels)
-    except Exception as error:  # whatever the user's code does
-        raise InputError(
-            f"the module fails on images [2, 3, {height}, {width}]: {type(error).__name__}: {error}",
-            code="module-failed",
-            setting="module",
-        ) from error
+        with redirect_stdout(sys.stderr), user_code_errors(problem):
+            output, fixed = find_fixed_layers(network, pixels)
+    except InputError as error:
+        raise InputError(str(error), code=error.code, setting="module") from error
     if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != 2 or not output.numel():
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise InputError(

@@ -5,10 +5,11 @@ The problem type of a classifier is determined from them; metrics and labels mus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from smelt.core.errors import InputError, SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_count
@@ -66,11 +67,29 @@ class UntrainedModel(Settings):
     )
 
 
+def _check_function_name(value: str) -> str:
+    """Return the name of a function.
+
+    Raises:
+        SettingError: `wrong-value`: it is not package.module:function.
+    """
+    module, _, function = value.partition(":")
+    path = module.removesuffix(".py").replace("/", ".")
+    if path != module:
+        raise SettingError(
+            f"name the module as in an import, without .py: {path}:{function or 'FUNCTION'}, got"
+            f" {value[:80]!r}",
+            code="wrong-value",
+        )
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        raise SettingError(f"expected package.module:function, got {value[:80]!r}", code="wrong-value")
+    return value
+
+
 class ModuleModel(Settings):
     """A PyTorch module of the user's own."""
 
-    module: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+    module: Annotated[str, AfterValidator(_check_function_name)] = Field(
         description="function that returns a torch.nn.Module, as package.module:function; in the recipe's"
         " folder",
     )
@@ -87,15 +106,16 @@ class ModuleModel(Settings):
 
 
 def _form_of_model(value: Any) -> str:
+    """Return the tag of the form; it is in the paths of pydantic's errors, so it must not be a setting."""
     if isinstance(value, ModuleModel) or (isinstance(value, dict) and "module" in value):
-        return "module"
+        return "user-module"
     return "untrained" if isinstance(value, UntrainedModel | dict) else "name"
 
 
 ModelSetting = Annotated[
     Annotated[str, Tag("name")]
     | Annotated[UntrainedModel, Tag("untrained")]
-    | Annotated[ModuleModel, Tag("module")],
+    | Annotated[ModuleModel, Tag("user-module")],
     Discriminator(_form_of_model),
 ]
 

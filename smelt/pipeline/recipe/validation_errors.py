@@ -270,7 +270,8 @@ def _error_messages(
         if error_path in empty and kind != "string_too_short":
             continue
         if kind == "extra_forbidden":
-            keys = _known_keys(_schema_at(schema, error_path[:-1]) if schema else None, schema)
+            siblings = functools.reduce(lambda parent, name: parent[name], error_path[:-1], value)
+            keys = _known_keys(_schema_at(schema, error_path[:-1]) if schema else None, schema, siblings)
             key = str(error_path[-1])
             code = "unknown-setting"
             message = f"unknown setting. Known here: {', '.join(keys) or 'none'}.{did_you_mean(key, keys)}"
@@ -357,8 +358,12 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema | None:
     return schema
 
 
-def _known_keys(part: Schema | None, root: Schema | None) -> list[str]:
-    return [name for member in _union_members(part, root) for name in member.get("properties", {})]
+def _known_keys(part: Schema | None, root: Schema | None, siblings: Collection[str]) -> list[str]:
+    """Return the keys of the members of a union that have most of the keys `siblings`."""
+    members = [list(member.get("properties", {})) for member in _union_members(part, root)]
+    counts = [len({*member_keys}.intersection(siblings)) for member_keys in members]
+    best = [keys for keys, count in zip(members, counts, strict=True) if count == max(counts)]
+    return list(dict.fromkeys(name for keys in best for name in keys))
 
 
 def _allowed_values(part: Schema | None, root: Schema | None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import message_locations, raises_code
 from tests.support.models import user_modules
 
 
@@ -57,6 +58,60 @@ def test_invalid_model_is_refused(model, code, folder):
         load_plan(user_modules.write_recipe(folder, **model))
 
 
+@pytest.mark.parametrize(("model", "code", "setting"), [
+    ({"image_size": 16.5}, "wrong-value", "model.image_size"),
+    ({"image_size": 0}, "wrong-value", "model.image_size"),
+    ({"image_size": "true"}, "wrong-value", "model.image_size"),
+    ({"labels": "red"}, "wrong-value", "model.labels"),
+    ({"module": "nets.cnn"}, "wrong-value", "model.module"),
+    ({"module": "nets.py:cnn"}, "wrong-value", "model.module"),
+    ({"image_sise": 16}, "unknown-setting", "model.image_sise"),
+])  # fmt: skip
+def test_error_is_about_the_key_that_is_wrong(model, code, setting, folder):
+    recipe = user_modules.write_recipe(folder, **model)
+    lines = recipe.read_text().splitlines()
+    key = f"  {setting.removeprefix('model.')}: "
+    with raises_code(code, InputError) as refused:
+        load_plan(recipe)
+    line = next(number for number, text in enumerate(lines, start=1) if text.startswith(key))
+    assert message_locations(refused.value.messages) == [(code, setting, line)]
+
+
+def test_unknown_setting_lists_each_setting_of_a_module_once(folder):
+    with raises_code("unknown-setting", InputError) as refused:
+        load_plan(user_modules.write_recipe(folder, image_sise=16))
+    words = re.findall(r"\w+", str(refused.value))
+    assert words.count("weights") == 1
+    assert words.count("image_size") == 2  # also as the one that was meant
+    assert "tokenizer" not in words  # of an untrained model
+
+
+def test_absent_module_is_reported_with_the_folder(folder, monkeypatch):
+    recipe = user_modules.write_recipe(folder, module="net:cnn")
+    monkeypatch.chdir(folder)
+    with raises_code("module-not-found", InputError) as refused:
+        load_plan(recipe.relative_to(folder))
+    assert f"'{folder}'" in str(refused.value)
+    assert "'nets'" in str(refused.value)
+
+
+def test_function_of_an_installed_package_is_to_be_called_by_an_own_one(folder):
+    texts = []
+    for function in ("torch.nn:Identity", "no_such_package.nn:Identity"):
+        with raises_code("module-not-found", InputError) as refused:
+            load_plan(user_modules.write_recipe(folder, module=function))
+        texts.append(str(refused.value))
+    assert "'torch.nn:Identity'" in texts[0]
+    assert "'no_such_package.nn:Identity'" not in texts[1]
+
+
+def test_absent_function_is_reported_with_those_of_the_module(folder):
+    with raises_code("module-failed", InputError) as refused:
+        load_plan(user_modules.write_recipe(folder, module="nets:mixr"))
+    assert {"cnn", "mixer", "tied"} <= set(re.findall(r"\w+", str(refused.value)))
+    assert "Mixer" not in str(refused.value)  # a class
+
+
 @pytest.mark.parametrize(("function", "code"), [("features", "wrong-output"), ("tied", "shared-weights")])
 def test_module_of_unsupported_form_is_refused(function, code, tmp_path):
     network = user_modules.build(function)
@@ -102,9 +157,10 @@ def test_stages_that_need_blocks_are_refused(function, stage, folder):
         load_plan(user_modules.write_recipe(folder, function, (stage,)))
 
 
-def test_scheme_of_linear_layers_is_refused_without_any(folder):
-    with raises_code("unsupported-scheme", InputError):
-        load_plan(user_modules.write_recipe(folder, "cnn", ("quantize: {scheme: int4}",)))
+@pytest.mark.parametrize("scheme", ["int4", "int8-dynamic"])
+def test_scheme_of_linear_layers_is_refused_if_there_is_only_the_output_layer(scheme, folder):
+    with raises_code("only-output-layer", InputError):
+        load_plan(user_modules.write_recipe(folder, "cnn", (f"quantize: {{scheme: {scheme}}}",)))
 
 
 def test_pruning_without_torch_pruning_is_refused(folder, monkeypatch):

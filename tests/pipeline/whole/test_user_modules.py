@@ -108,6 +108,42 @@ def test_edited_code_starts_the_run_again(tmp_path):
     assert not set(keys[0]) & set(keys[2])
 
 
+def test_module_that_fails_ends_the_run_with_its_own_error(tmp_path):
+    user_modules.write_module(tmp_path, "limited")
+    recipe = user_modules.write_recipe(tmp_path, "limited", ("onnx",))
+    (step, *_) = smelt.run(recipe, out=tmp_path / "run").report["steps"]
+    assert step["error"]["code"] == "module-failed"
+
+
+def test_forward_that_reads_values_is_not_pruned_and_warned_about_once(tmp_path):
+    user_modules.write_module(tmp_path, "branching")
+    stages = ("prune: {targets: [channels]}", "quantize: {scheme: int8-static}\n    from: model")
+    recipe = user_modules.write_recipe(tmp_path, "branching", stages)
+    report = smelt.run(recipe, out=tmp_path / "run").report
+    steps = {step["name"]: step for step in report["steps"]}
+    assert steps["prune"]["error"]["code"] == "not-prunable"
+    assert steps["quantize"]["status"] == "done"
+    codes = [message["code"] for message in report["warnings"]]
+    assert codes.count("operations-not-counted") == 1
+
+
+def test_json_has_nothing_that_the_module_prints(tmp_path):
+    user_modules.write_module(tmp_path, "printing")
+    (tmp_path / "nets.py").write_text(f"print('imported')\n{user_modules.CODE}")
+    recipe = user_modules.write_recipe(tmp_path, "printing", ("onnx",))
+    planned = harness.smelt("plan", recipe, "--json", code=0)
+    json.loads(planned.stdout)
+    assert {"imported", "built", "called"} <= set(planned.stderr.split())
+    smelt.run(recipe, out=tmp_path / "run", until="model")
+    artifact, image = tmp_path / "run/artifacts/model", next(tmp_path.rglob("*.png"))
+    predicted = harness.smelt("predict", artifact, image, "--json", code=0)
+    assert len([json.loads(line) for line in predicted.stdout.splitlines()]) == 1
+    scored = harness.smelt("eval", artifact, "--data", tmp_path / "test.jsonl", "--json", code=0)
+    json.loads(scored.stdout)
+    for each in (predicted, scored):
+        assert "called" in each.stderr.split()
+
+
 def test_convolutions_are_factorized(tmp_path):
     user_modules.write_module(tmp_path, "cnn")
     stages = ("factorize: {method: tucker, keep_ratio: 0.5, optimize_for: size}", "onnx")

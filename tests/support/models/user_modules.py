@@ -110,6 +110,29 @@ class Branching(Cnn):
         return super().forward(x if float(x.mean()) < 1e9 else -x)
 
 
+class Limited(Cnn):
+    def forward(self, x):
+        if len(x) > 4:
+            raise ValueError("at most 4 images")
+        return super().forward(x)
+
+
+class Training(Cnn):
+    def __init__(self):
+        super().__init__()
+        self.train()
+
+
+class Printing(Cnn):
+    def __init__(self):
+        super().__init__()
+        print("built")
+
+    def forward(self, x):
+        print("called")
+        return super().forward(x)
+
+
 class Tied(Mixer):
     def __init__(self):
         super().__init__()
@@ -138,6 +161,18 @@ def fixed_width():
 
 def branching():
     return Branching()
+
+
+def limited():
+    return Limited()
+
+
+def training():
+    return Training()
+
+
+def printing():
+    return Printing()
 
 
 def tied():

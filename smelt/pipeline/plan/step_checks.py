@@ -163,7 +163,10 @@ def _check_needs(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
         needed_data, name = (
             ("calibration or train", "calibration") if accepts_calibration else (split_name, split_name)
         )
-        text = f"{draft.entry.stage} needs {needed_data} data. Set data: {{{name}: FILE}}."
+        text = f"{draft.entry.stage} needs {needed_data} data. Set data: {{{name}: FILE}}"
+        has_unlabeled = split_name == "train" and "unlabeled" in available
+        can_use_it = has_unlabeled and "train_on" in stage.settings_type.model_fields
+        text += ", or train_on: unlabeled." if can_use_it else "."
         yield draft.entry.path, error_message("missing-data", text)
 
 

@@ -256,6 +256,7 @@ class Distill(Stage[DistillSettings]):
             align_vocabularies,
             check_outputs,
             combine_teachers,
+            labels_by_teacher,
             load_teachers,
             teacher_identity,
         )
@@ -276,6 +277,8 @@ class Distill(Stage[DistillSettings]):
                 check_outputs(model, loaded.model, settings, several=len(teachers) > 1)
             teacher = combine_teachers(teachers, model, settings, src)
             ctx.details["teacher"] = ", ".join(teacher.name for teacher in teachers)
+            if len(teachers) > 1 and ctx.traits.classifies:
+                ctx.details["labels_by_teacher"] = labels_by_teacher(teachers)
             if settings.sequence_level is not None:
                 generator = settings.sequence_level.generator or teachers[0].name
                 train_split = generate_targets(ctx.ancestors[generator], settings.sequence_level, ctx)

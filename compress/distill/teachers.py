@@ -21,6 +21,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import json_hash, read_json_object, sha256_of
 from smelt.core.messages import with_article
+from smelt.data.labels import class_names
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import predicts_tokens
 from smelt.models.text_rules import is_sentence_model, read_sentence_rules
@@ -245,6 +246,14 @@ def combine_teachers(
         [teacher.model for teacher in teachers], names, student, settings.temperature,
         uses_labels=settings.uses_labels(), source=read_json_object(src.path / "config.json"),
     )  # fmt: skip
+
+
+def labels_by_teacher(teachers: Sequence[Teacher]) -> list[dict[str, Any]]:
+    """Return, for the report, the labels of each classifier: `{"teacher": name, "labels": [...]}`."""
+    return [
+        {"teacher": teacher.name, "labels": class_names(teacher.model.config.to_dict())}
+        for teacher in teachers
+    ]
 
 
 def align_vocabularies(

@@ -481,6 +481,8 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
         ]
         if text := budget_text(step.details.get("budget")):
             entries.append((step.name, "info", text))
+        if text := teachers_text(step.details.get("labels_by_teacher")):
+            entries.append((step.name, "info", text))
         if step.details.get("depends_on_batch"):
             entries.append((step.name, "info", BATCH_DEPENDENCE_TEXT))
         entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
@@ -501,6 +503,16 @@ def budget_text(budget: Any) -> str:
         f"{100 * budget['left']:.1f} % of the {budget['unit']} are left, with a budget of"
         f" {100 * budget['asked']:g} %: {units}."
     )
+
+
+def teachers_text(teachers: Any) -> str:
+    """Return which labels each of several teachers has (details of `distill`); empty if all have the same."""
+    if not isinstance(teachers, list):
+        return ""
+    if len({frozenset(entry["labels"]) for entry in teachers}) < 2:
+        return ""
+    parts = (f"{entry['teacher'].rpartition('/')[2]}: {', '.join(entry['labels'])}" for entry in teachers)
+    return f"Labels by teacher: {'; '.join(parts)}."
 
 
 def disturbed_texts(report: ReportData) -> list[str]:

@@ -6,7 +6,6 @@ Source: https://docs.pytorch.org/executorch/stable/using-executorch-export.html
 from __future__ import annotations
 
 import json
-import shlex
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.torch_program import (
+    EXAMPLE_FILE,
     SUPPORTED_PROGRAMS,
     check_program,
     read_program,
@@ -66,16 +66,17 @@ class ExecutorchFormat:
         program.require_equal(
             lambda *tensors: method.execute(list(tensors))[0], PROGRAM_FILE, iter((1, n) for n in lengths)
         )
-        code, packages, notes = write_preprocessing(artifact, folder)
+        code, packages, notes = write_preprocessing(artifact, folder, program.input_names)
         example = (
             f"from executorch.runtime import Runtime\n{code}\n"
             f'method = Runtime.get().load_program("{PROGRAM_FILE}").load_method("forward")\n'
             f"print(method.execute([inputs[name] for name in {json.dumps(program.input_names)}])[0])"
         )
+        (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         size = f" of 2 to {limit} tokens" if limit else ""
         return UsageNotes(
             install=f"pip install executorch=={_version()}{packages}",
-            run=f"python -c {shlex.quote(example.replace(chr(10), '; '))}",
+            run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
                 *notes,

@@ -100,10 +100,7 @@ class StandaloneFormat:
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         if task_traits(task).modality == "text":
             shutil.copytree(PARTS_FOLDER / CPP_FOLDER, folder / CPP_FOLDER)
-            notes = [
-                *notes,
-                f"`{CPP_FOLDER}/` is an example for ONNX Runtime's C++ API: token ids in, ids or logits out.",
-            ]
+            notes = [*notes, cpp_note(settings)]
         example_argument = (
             "photo.jpg" if task_traits(task).modality == "image" else task_spec(task).command_input
         )
@@ -258,6 +255,25 @@ def curl_command(task: str) -> str:
     if task_traits(task).modality == "image":
         return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
     return f"""curl --json '{{"inputs": [{task_spec(task).command_input}]}}' {url}"""
+
+
+def cpp_note(settings: Mapping[str, Any]) -> str:
+    """Return how to build and run the C++ example, as Markdown. settings: infer.json."""
+    from smelt.generation.backend import GREEDY_GRAPH
+
+    generation = settings.get("generation", {})
+    limit = settings["tokenizer"]["limit"] or generation.get("limit")
+    graph = f"{GREEDY_GRAPH}.onnx" if generation else "model.onnx"
+    limit_text = "" if limit is None else f", at most {limit:,} tokens"
+    return f"""\
+`{CPP_FOLDER}/` is an example for ONNX Runtime's C++ API: token ids in, ids or logits out. Each line of its
+  input holds the ids of one text, with special tokens{limit_text}; `infer` does not truncate.
+
+  ```bash
+  cmake -S {CPP_FOLDER} -B build -D ONNXRUNTIME_ROOT=FOLDER    # an unpacked release of ONNX Runtime
+  cmake --build build
+  echo "4 17 92 0" | build/infer {graph}
+  ```"""
 
 
 def dockerfile() -> str:

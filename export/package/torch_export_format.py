@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.torch_program import (
+    EXAMPLE_FILE,
     SUPPORTED_PROGRAMS,
     check_program,
     read_program,
@@ -54,16 +54,17 @@ class TorchExportFormat:
             PROGRAM_FILE,
             iter([(1, 5), (3, longest)]),
         )
-        code, packages, notes = write_preprocessing(artifact, folder)
+        code, packages, notes = write_preprocessing(artifact, folder, program.input_names)
         names = ", ".join(program.input_names)
         example = (
             f"import torch\n{code}\n"
             f'model = torch.export.load("{PROGRAM_FILE}").module()\n'
             f"print(model(**{{name: inputs[name] for name in {json.dumps(program.input_names)}}}))"
         )
+        (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         return UsageNotes(
             install=f"pip install torch=={torch.__version__.partition('+')[0]}{packages}",
-            run=f"python -c {shlex.quote(example.replace(chr(10), '; '))}",
+            run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
                 *notes,

@@ -26,6 +26,8 @@ from smelt.export.package.package_format import SupportedArtifacts
 from smelt.models.edits import read_edits
 from smelt.runtimes.images import PIXEL_VALUES, PROCESSOR_FILE, read_processor
 
+EXAMPLE_FILE = "example.py"
+"""Runs the program on one text or image; README.md has the same lines."""
 TOLERANCE = 1e-3
 """Largest difference of an output, of the standard deviation of all; as parity of fp32."""
 _EXAMPLE_LENGTH = 9
@@ -188,8 +190,15 @@ def read_program(artifact: Artifact) -> TorchProgram:
     return TorchProgram(module, names, int(config["vocab_size"]), min(limit, NO_LIMIT), None)
 
 
-def write_preprocessing(artifact: Artifact, folder: Path) -> tuple[str, str, tuple[str, ...]]:
+def write_preprocessing(
+    artifact: Artifact, folder: Path, input_names: tuple[str, ...]
+) -> tuple[str, str, tuple[str, ...]]:
     """Copy config.json and the tokenizer or image processor.
+
+    Args:
+        artifact: the torch artifact.
+        folder: the package.
+        input_names: of the program.
 
     Returns:
         The lines of Python that make `inputs`, a dict of tensors; the packages that they need, with a leading
@@ -208,9 +217,11 @@ def write_preprocessing(artifact: Artifact, folder: Path) -> tuple[str, str, tup
         )
         return code, " transformers pillow torchvision", ()
     copy_tokenizer_files(source, folder)
+    # a tokenizer may list fewer inputs than the program takes
+    types = ", return_token_type_ids=True" if "token_type_ids" in input_names else ""
     code = (
         "from transformers import AutoTokenizer\n"
         'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-        f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="pt"))'
+        f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="pt"{types}))'
     )
     return code, f" transformers{extra_requirements(folder)}", preprocessing_notes(source)

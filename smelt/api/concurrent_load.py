@@ -253,7 +253,7 @@ def _measure_targets(
                         if round_number:
                             rounds.latencies_ms += latencies_ms
                             rounds.throughputs.append(count / seconds)
-                progress(next(finished), total, f"{name}, {callers} callers")
+                progress(next(finished), total, f"{name}, {callers} caller{'s' * (callers > 1)}")
     return {
         name: [measured[name, callers].row(callers) for callers in settings.callers]
         for name in targets

@@ -24,8 +24,12 @@ def _require_used_options(
     unused = {"--batch-size": sizes} if callers else {"--requests": requests, "--http": http}
     for name, value in unused.items():
         if value:
-            reason = "a request has one text" if callers else "it needs --callers"
-            raise InputError(f"{name}: {reason}. Remove {name}.", code="unused-setting", setting=name)
+            reason = (
+                f"a request has one text. Remove {name}."
+                if callers
+                else f"it needs --callers. Add --callers N, or remove {name}."
+            )
+            raise InputError(f"{name}: {reason}", code="unused-setting", setting=name)
 
 
 @click.command(short_help="Compare the latency of artifacts.")
@@ -57,7 +61,7 @@ def _require_used_options(
     "--callers",
     multiple=True,
     type=click.IntRange(1, 1024),
-    help="Measure concurrent requests of so many callers; may be repeated.",
+    help="Measure concurrent requests of so many callers; may be repeated, equal numbers count once.",
 )
 @click.option(
     "--requests",

@@ -57,11 +57,13 @@ def prediction_text(prediction: ClassPrediction) -> str:
     """Return the output line of `smelt predict` for a prediction.
 
     Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
-    tab, their probabilities joined by `|`; both are empty if there is none. Regression: the number.
+    tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the number.
     """
     if isinstance(prediction.label, float):
         return f"{prediction.label:.4f}"
     names = [prediction.label] if isinstance(prediction.label, str) else list(prediction.label)
+    if not names:
+        return "-\t-"
     chances = (f"{prediction.probabilities[name]:.3f}" for name in names)
     return (
         LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)

@@ -72,6 +72,12 @@ def test_options_that_do_not_fit_are_refused(arguments, code):
     assert command_error(harness.smelt("bench", artifact, *arguments, code=2)).code == code
 
 
+def test_option_that_needs_callers_names_both_remedies():
+    artifact = exported_artifacts.exported_artifact("classifier")
+    message = str(command_error(harness.smelt("bench", artifact, "--http", code=2)))
+    assert all(value in message for value in ("--callers N", "remove --http"))
+
+
 @contextmanager
 def responding(status):
     """Run a service that answers each request with `status`; yield its port."""

@@ -29,9 +29,14 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 
 
 def prediction_line(label: Any, chances: dict[str, float]) -> str:
-    """Return an answer as a line: label, tab, probability; for a regression model only the number."""
+    """Return an answer as a line: label, tab, probability; for a regression model only the number.
+
+    Several labels are joined by `|`, as their probabilities; without a label both are `-`.
+    """
     if isinstance(label, float):
         return f"{label:.4f}"
     names = [label] if isinstance(label, str) else list(label)
+    if not names:
+        return "-\t-"
     safe_names = (name.translate(CONTROLS) for name in names)
     return "|".join(safe_names) + "\t" + "|".join(f"{chances[name]:.3f}" for name in names)

@@ -162,25 +162,53 @@ def _pruned_width(folder: Path) -> int | None:
 
 def _token_count_and_max_id(folder: Path, kind: str) -> tuple[int, int] | None:
     """Return the tokenizer's number of tokens and highest id; None if its files do not contain them."""
+    ids = [token_id for _, token_id in _read_tokens(folder, kind)]
+    if not all(isinstance(number, int) for number in ids):
+        raise ValueError("a token id is not an integer")
+    return (len(set(ids)), max(ids)) if ids else None
+
+
+def different_token(folder: Path, other: Path) -> tuple[str, int, int] | None:
+    """Return a token of both models with its ids in `folder` and `other`, if these differ in one; else None.
+
+    Tokenizers whose files contain no ids, or that cannot be read, are not compared.
+    """
+    first, second = ({}, {}) if folder == other else (_ids_by_token(path) for path in (folder, other))
+    for token, token_id in first.items():
+        if token in second and second[token] != token_id:
+            return token, token_id, second[token]
+    return None
+
+
+def _ids_by_token(folder: Path) -> dict[Any, Any]:
+    try:
+        config = _read_json(folder / "config.json")
+        return dict(_read_tokens(folder, str(config.get("model_type"))))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):  # reported elsewhere
+        return {}
+
+
+def _read_tokens(folder: Path, kind: str) -> list[tuple[Any, Any]]:
+    """Return the tokens with their ids, as the files contain them; empty if they do not."""
     fast_file = folder / "tokenizer.json"
     family = FAMILIES.get(kind)
     if (family is None or family.tokenizer_files.accepts_fast) and fast_file.is_file():
         content = _read_json(fast_file)
         vocabulary = (content.get("model") or {}).get("vocab") or {}
         # in a unigram model the ids are the indices of the pieces
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-        ids += [token["id"] for token in content.get("added_tokens") or []]
-    elif (folder / "vocab.json").is_file():
-        ids = list(_read_json(folder / "vocab.json").values())
-        if (folder / "added_tokens.json").is_file():
-            ids += list(_read_json(folder / "added_tokens.json").values())
-    elif (folder / "vocab.txt").is_file():
-        ids = list(range(len((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())))
-    else:
-        return None
-    if not all(isinstance(number, int) for number in ids):
-        raise ValueError("a token id is not an integer")
-    return (len(set(ids)), max(ids)) if ids else None
+        tokens = (
+            list(vocabulary.items())
+            if isinstance(vocabulary, dict)
+            else [(piece, token_id) for token_id, (piece, _) in enumerate(vocabulary)]
+        )
+        return tokens + [(token.get("content"), token["id"]) for token in content.get("added_tokens") or []]
+    if (folder / "vocab.json").is_file():
+        files = [path for name in ("vocab.json", "added_tokens.json") if (path := folder / name).is_file()]
+        return [item for path in files for item in _read_json(path).items()]
+    if (folder / "vocab.txt").is_file():
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        return [(token, token_id) for token_id, token in enumerate(lines)]
+    return []
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -55,7 +55,12 @@ from smelt.pipeline.plan.run_checks import (
     read_data,
     select_steps,
 )
-from smelt.pipeline.plan.step_checks import read_steps, set_autotune_sizes, set_engine_lengths
+from smelt.pipeline.plan.step_checks import (
+    check_teacher_tokenizers,
+    read_steps,
+    set_autotune_sizes,
+    set_engine_lengths,
+)
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import (
     embedder_errors,
@@ -272,6 +277,7 @@ CHECKS: tuple[Check, ...] = (
     check_untrained,
     check_new_classifier,
     check_model_configs,
+    check_teacher_tokenizers,
     check_sizes,
     check_generation_engines,
     check_float_weights,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
+from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
 from smelt.core.artifact import Format
 from smelt.core.errors import did_you_mean
 from smelt.core.files import path_exists, resolve_path
@@ -20,7 +21,7 @@ from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import OnnxSettings, ProviderSettings
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
-from smelt.pipeline.inspect.model_folder import check_model_folder, read_config
+from smelt.pipeline.inspect.model_folder import check_model_folder, different_token, read_config
 from smelt.pipeline.plan.check_context import CheckContext
 from smelt.pipeline.plan.plan import PlanStep
 from smelt.pipeline.plan.step_draft import (
@@ -32,8 +33,10 @@ from smelt.pipeline.plan.step_draft import (
 )
 from smelt.pipeline.plan.warnings import poor_order_warnings
 from smelt.pipeline.recipe import stages
+from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
 from smelt.pipeline.recipe.validation_errors import Finding, validate_settings
+from smelt.pipeline.recipe.yaml_file import KeyPath
 from smelt.stage import Settings
 
 StepCheck = Callable[[CheckContext, StepDraft], Iterator[Finding]]
@@ -99,12 +102,16 @@ def _read_settings(context: CheckContext, draft: StepDraft) -> Iterator[Finding]
     if "task" not in context.invalid_paths:
         draft.settings = draft.settings.resolve_for_task(context.recipe.task)
     for setting, path in draft.settings.paths().items():
-        in_list = isinstance(draft.entry.settings.get(str(setting[0])), list)
-        setting_keys = setting if in_list else tuple(key for key in setting if not isinstance(key, int))
         used_unchanged = draft.settings.paths_to_models().get(setting)
         for problem in _path_errors(context, Path(path), used_unchanged):
-            yield (*draft.entry.path, *setting_keys), problem
+            yield _setting_path(draft, setting), problem
             draft.invalid_settings |= {str(setting[0])}
+
+
+def _setting_path(draft: StepDraft, setting: tuple[str | int, ...]) -> KeyPath:
+    """Return where a setting of `Settings.paths` is in the recipe."""
+    in_list = isinstance(draft.entry.settings.get(str(setting[0])), list)
+    return (*draft.entry.path, *(key for key in setting if in_list or not isinstance(key, int)))
 
 
 def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None) -> list[Message]:
@@ -130,6 +137,45 @@ def _path_errors(context: CheckContext, path: Path, used_unchanged: bool | None)
             )
         ]
     return problems
+
+
+def check_teacher_tokenizers(context: CheckContext) -> Iterator[Finding]:
+    """Compare the tokenizers of teachers in folders with the model's, else with the first teacher's.
+
+    After trim-vocabulary a teacher may have other tokens; the run compares the kept ones.
+    """
+    if "task" in context.invalid_paths or context.recipe.traits.modality == "image":
+        return
+    for draft in context.drafts.values():
+        if draft.settings is None or any(
+            ancestor.entry.stage == "trim-vocabulary" for ancestor in context.ancestors(draft)
+        ):
+            continue
+        paths, unchanged = draft.settings.paths(), draft.settings.paths_to_models()
+        teachers = {
+            setting: Path(paths[setting])
+            for setting, used_unchanged in unchanged.items()
+            if used_unchanged and str(setting[0]) not in draft.invalid_settings
+        }
+        reference = _tokenizer_folder(context) or next(iter(teachers.values()), None)
+        if reference is None or (reference.is_dir() and read_kept_tokens(reference) is not None):
+            continue
+        for setting, folder in teachers.items():
+            if difference := different_token(folder, reference):
+                token, token_id, other_id = difference
+                text = (
+                    f"the id of '{token[:40]}' is {token_id} in {folder}, but {other_id} in {reference}."
+                    " Use models with the same tokenizer."
+                )
+                yield _setting_path(draft, setting), error_message("tokenizer-mismatch", text)
+
+
+def _tokenizer_folder(context: CheckContext) -> Path | None:
+    """Return the folder of the model's tokenizer; None if it is not known before the run."""
+    model = context.recipe.model
+    if isinstance(model, UntrainedModel):
+        return context.recipe.base / model.tokenizer if isinstance(model.tokenizer, str) else None
+    return context.model_folder
 
 
 def _check_task(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
@@ -163,7 +209,10 @@ def _check_needs(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
         needed_data, name = (
             ("calibration or train", "calibration") if accepts_calibration else (split_name, split_name)
         )
-        text = f"{draft.entry.stage} needs {needed_data} data. Set data: {{{name}: FILE}}."
+        text = f"{draft.entry.stage} needs {needed_data} data. Set data: {{{name}: FILE}}"
+        has_unlabeled = split_name == "train" and "unlabeled" in available
+        can_use_it = has_unlabeled and "train_on" in stage.settings_type.model_fields
+        text += ", or train_on: unlabeled." if can_use_it else "."
         yield draft.entry.path, error_message("missing-data", text)
 
 

@@ -129,6 +129,10 @@ def test_student_learns_labels_of_two_classifiers(tmp_path):
     expected = torch.cat([q[:, [1, 2, 0]], p], dim=1)
     assert float((probabilities - expected).abs().mean()) < 0.15
     assert ctx.details["teacher"] == f"{first}, {other}"
+    assert ctx.details["labels_by_teacher"] == [
+        {"teacher": str(first), "labels": ["neg", "pos"]},
+        {"teacher": str(other), "labels": ["man", "cat", "dog"]},
+    ]
 
 
 def test_two_translation_teachers_are_both_used(tmp_path):

@@ -50,6 +50,22 @@ def test_note_reports_units_kept_by_budget(report):
     assert (name, "info", text) in view.report_notes(validate_report(report))
 
 
+def test_note_lists_labels_of_teachers_that_differ(report):
+    teachers = [
+        {"teacher": "/a/topics", "labels": ["news", "sport"]},
+        {"teacher": "tuned", "labels": ["neg"]},
+    ]
+    report["steps"][2]["details"]["labels_by_teacher"] = teachers
+    report["steps"][3]["details"]["labels_by_teacher"] = [teachers[1], teachers[1]]  # all have the same
+    [(name, text)] = [
+        (name, text) for name, kind, text in view.report_notes(validate_report(report)) if kind == "info"
+    ]
+    assert name == report["steps"][2]["name"]
+    assert "topics: news, sport; tuned: neg" in text
+    assert text in render_markdown(report)
+    assert text in render_html(report)
+
+
 def test_note_names_steps_with_answers_that_depend_on_the_batch(report):
     for step, depends in zip(report["steps"][1:3], (True, False), strict=True):
         step["details"]["depends_on_batch"] = depends

@@ -115,10 +115,20 @@ def test_executorch_program_equals_its_model_in_another_process(kind, tmp_path):
         np.testing.assert_allclose(outputs(folder, RUN_EXECUTORCH, arrays), expected, atol=1e-5)
 
 
-def test_readme_command_answers(tmp_path):
+def list_two_inputs(folder):
+    """Let the tokenizer list no token types, as one that was trained for a model without a tokenizer."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}
+    path.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("lists_token_types", [True, False])
+def test_readme_command_answers(lists_token_types, tmp_path):
     folder = package_artifact(
         torch_artifact("classifier"), format="torch-export", out=tmp_path / "package"
     ).folder
+    if not lists_token_types:
+        list_two_inputs(folder)
     command = re.search(r"```bash\n.*?\n(python .*?)\n```", (folder / "README.md").read_text(), re.S)[1]
     done = subprocess.run(
         ["bash", "-c", command.replace("python ", f"{sys.executable} ", 1)],

@@ -45,7 +45,8 @@ def test_multi_label_output_has_labels_above_half_in_output_order(tmp_path):
     for row in predictions:
         chances = {prediction["label"]: prediction["score"] for prediction in row}
         labels = [name for name in NAMES if chances[name] > 0.5]
-        expected.append("|".join(labels) + "\t" + "|".join(f"{chances[name]:.3f}" for name in labels))
+        shown = [f"{chances[name]:.3f}" for name in labels]
+        expected.append("|".join(labels or ["-"]) + "\t" + "|".join(shown or ["-"]))
     assert printed(config, logits) == expected
     assert len({line.count("|") for line in expected}) > 1
 

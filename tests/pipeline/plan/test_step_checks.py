@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from smelt.compress.distill.settings import DistillSettings
 from smelt.core.messages import message_codes
+from smelt.pipeline.recipe import stages as stage_table
 from tests.support.expected_errors import message_locations
 from tests.support.standins.stage_stand_ins import RECIPE_HEAD, plan_errors, plan_stages
 
@@ -93,6 +95,21 @@ def test_stages_require_data_and_supported_task(folder: Path) -> None:
         ("missing-data", "stages[0].finetune", 4),
         ("unsupported-task", "stages[1].factorize", 4),
     ]
+
+
+def test_missing_training_data_next_to_unlabeled_samples_names_train_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model/config.json").write_text(json.dumps({"model_type": "bert"}))
+    (folder / "model/vocab.txt").touch()
+    (folder / "labels.csv").write_text("text,label\na,0\nb,1\n")
+    (folder / "texts.txt").write_text("a\n")
+    monkeypatch.setattr(stage_table.load_stage("distill"), "settings_type", DistillSettings)
+    head = "model: model\ntask: text-classification\ndata: {test: labels.csv, unlabeled: texts.txt}\n"
+    errors = plan_errors(folder, "[distill: {}, finetune: {}]", head=head)
+    [distilled, tuned] = [error for error in errors if error.code == "missing-data"]
+    assert "train_on: unlabeled" in distilled.message
+    assert "train_on" not in tuned.message  # it has no such setting
 
 
 def test_errors_of_all_kinds_are_reported_together(folder: Path) -> None:

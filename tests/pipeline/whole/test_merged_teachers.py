@@ -108,6 +108,34 @@ def test_plan_rejects_labels_that_run_would_reject(labels, code, tmp_path):
     ]
 
 
+def swap_tokens(folder):
+    """Exchange the last two tokens of the vocabulary of a model."""
+    tokens = (folder / "vocab.txt").read_text().splitlines()
+    (folder / "vocab.txt").write_text("\n".join([*tokens[:-2], tokens[-1], tokens[-2]]) + "\n")
+
+
+@pytest.mark.parametrize("model", [
+    "m", "{config: small.json, tokenizer: m}",
+    "{config: small.json, tokenizer: {train: wordpiece, vocab_size: 60}}",  # compared with the first teacher
+])  # fmt: skip
+def test_plan_rejects_teacher_with_other_token_ids(model, tmp_path):
+    recipe = write_recipe(write_text_home(tmp_path), model=model)
+    harness.smelt("plan", recipe, code=0)
+    swap_tokens(tmp_path / "fruit")
+    error = command_error(harness.smelt("plan", recipe, code=2))
+    assert [(message.code, message.setting) for message in error.messages] == [
+        ("tokenizer-mismatch", "stages[0].distill.teacher[1].model")
+    ]
+
+
+def test_plan_compares_no_token_ids_after_trim_vocabulary(tmp_path):
+    recipe = write_recipe(write_text_home(tmp_path))
+    swap_tokens(tmp_path / "fruit")
+    text = recipe.read_text().replace("stages:\n", "stages:\n  - trim-vocabulary: {}\n")
+    recipe.write_text(text)
+    harness.smelt("plan", recipe, code=0)
+
+
 def test_plan_rejects_multi_label_teacher_of_single_label_student(tmp_path):
     recipe = write_recipe(write_text_home(tmp_path))
     change_config(tmp_path / "fruit", problem_type="multi_label_classification")

@@ -5,7 +5,9 @@ SMELT_ONNXRUNTIME_INCLUDE names (include/ of a release), or where the system has
 the installed onnxruntime.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -130,3 +132,15 @@ def test_packages_of_texts_have_the_example():
         "CMakeLists.txt", "infer.cpp",
     }  # fmt: skip
     assert not (standalone_package("vit") / "cpp").exists()
+
+
+@pytest.mark.parametrize(("kind", "graph"), [("classifier", "model.onnx"), ("translator", "generate.onnx")])
+def test_readme_has_the_build_and_the_limit(kind, graph):
+    folder = standalone_package(kind)
+    readme = (folder / "README.md").read_text()
+    [program] = re.findall(r"^  ```bash\n(.*?)\n  ```$", readme, re.M | re.S)
+    assert "cmake -S cpp -B build -D ONNXRUNTIME_ROOT=" in program
+    assert f"build/infer {graph}" in program
+    assert (folder / graph).is_file()
+    limit = json.loads((folder / "infer.json").read_text())["tokenizer"]["limit"]
+    assert f"at most {limit:,}" in readme

@@ -189,6 +189,12 @@ def test_control_characters_in_labels_are_escaped(name, shown):
     assert prediction_text(ClassPrediction(name, {name: 0.5})) == f"{shown}\t0.500"
 
 
+@pytest.mark.quick
+def test_prediction_without_a_label_is_a_line_of_dashes():
+    assert prediction_line((), {"a": 0.5}) == "-\t-"
+    assert prediction_text(ClassPrediction((), {"a": 0.5})) == "-\t-"
+
+
 def test_embeddings_equal_smelt(request):
     expected = loaded("embedder", lambda model: model.embed(TEXTS))
     folder = standalone_package("embedder")

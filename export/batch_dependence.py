@@ -3,7 +3,8 @@
 `DynamicQuantizeLinear` and ONNX Runtime's operators that contain it compute one range of int8 activations for
 a whole tensor, so for all samples of a call. `QuantizeLinear` does if its scale is computed in the graph.
 MatMulNBits computes ranges within a row; a constant scale depends on no sample. All else in an exported graph
-computes each sample by itself, up to the rounding of float32.
+computes each sample by itself, up to the rounding of float32. A graph with a fixed batch size of 1 is called
+once per sample, so the caller counts it as independent.
 """
 
 from __future__ import annotations

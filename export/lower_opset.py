@@ -12,17 +12,18 @@ Source: https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from onnx import defs, helper, numpy_helper
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 
 from smelt.core.errors import InputError
+from smelt.export.value_types import node_types, value_types
 from smelt.runtimes.graph_walk import normalized_domain
 
 OLDEST_TORCH_OPSET = 18
@@ -30,7 +31,6 @@ LAYER_NORM_OPSET = 17
 _MAX_NAMED, _INT64_MAX = 3, 2**63 - 1
 # attributes whose default is the only form of older opsets; torch writes allowzero for sizes that are not 0
 _DROPPED: dict[str, dict[str, Any]] = {
-    "Split": {"num_outputs": None},  # without sizes: as many equal parts as outputs
     "Reshape": {"allowzero": None},
     "BatchNormalization": {"training_mode": 0},
     "ScatterElements": {"reduction": b"none"},
@@ -51,6 +51,7 @@ def lower_opset(model: Any, opset: int, name: str) -> None:
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
+    types = value_types(model)
     nodes, later = [], []
     for node in graph.node:
         if normalized_domain(node.domain):
@@ -61,7 +62,7 @@ def lower_opset(model: Any, opset: int, name: str) -> None:
             continue
         schema = defs.get_schema(node.op_type, opset)
         nodes += _older_form(node, schema, graph, constants)
-        if {a.name for a in node.attribute} - schema.attributes.keys() or len(node.input) > schema.max_input:
+        if not _is_valid(node, schema, opset, types):
             later.append(node)
     if later:
         named = ", ".join(f"'{node.name}' ({node.op_type})" for node in later[:_MAX_NAMED])
@@ -89,15 +90,54 @@ def _older_form(node: Any, schema: Any, graph: Any, constants: dict[str, Any]) -
         return _sliced_shape(node, values, graph)
     dropped = _DROPPED.get(node.op_type, {})
     removed = {n for n in missing if n in dropped and dropped[n] in (None, values[n])}
-    axes = node.input[1] if node.op_type.startswith("Reduce") and len(node.input) > schema.max_input else None
-    if axes in constants and not values.get("noop_with_empty_axes"):  # axes were an attribute
-        del node.input[1]
-        removed |= missing & {"noop_with_empty_axes"}
-        node.attribute.append(helper.make_attribute("axes", numpy_helper.to_array(constants[axes]).tolist()))
+    if "num_outputs" in missing and _set_split_sizes(node, values, graph):
+        removed.add("num_outputs")
+    if node.op_type.startswith("Reduce") and "noop_with_empty_axes" not in schema.attributes:
+        removed |= _move_axes_to_attribute(node, values, constants)
     attributes = [attribute for attribute in node.attribute if attribute.name not in removed]
     del node.attribute[:]
     node.attribute.extend(attributes)
     return [node]
+
+
+def _is_valid(node: Any, schema: Any, opset: int, types: dict[str, int]) -> bool:
+    """Return whether `opset` has the attributes, inputs and types of a node; types by a value's name."""
+    slots = node_types(node, {"": opset})
+    if {a.name for a in node.attribute} - schema.attributes.keys() or slots is None:
+        return False
+    pairs = [*zip(node.input, slots.inputs, strict=True), *zip(node.output, slots.outputs, strict=True)]
+    return all(slot.accepts(types[name]) for name, slot in pairs if name in types)
+
+
+def _move_axes_to_attribute(node: Any, values: dict[str, Any], constants: dict[str, Any]) -> set[str]:
+    """Write the constant axes of a reduction as its attribute; return the attributes to remove.
+
+    Without axes all are reduced, or none with `noop_with_empty_axes`, which the older form lacks.
+    """
+    name = node.input[1] if len(node.input) > 1 else ""
+    axes = numpy_helper.to_array(constants[name]).tolist() if name in constants else []
+    if (name and name not in constants) or (not axes and values.get("noop_with_empty_axes")):
+        return set()
+    del node.input[1:]
+    if axes:
+        node.attribute.append(helper.make_attribute("axes", axes))
+    return {"noop_with_empty_axes"}
+
+
+def _set_split_sizes(node: Any, values: dict[str, Any], graph: Any) -> bool:
+    """Add the sizes of a Split into `num_outputs` parts; return whether the size of its axis is known."""
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*graph.input, *graph.value_info)}
+    dimensions = shapes.get(node.input[0], ())
+    size = dimensions[values.get("axis", 0)].dim_value if dimensions else 0
+    if not size:
+        return False
+    count = values["num_outputs"]
+    part = -(-size // count)  # the last part is smaller
+    sizes = np.array([part] * (count - 1) + [size - part * (count - 1)], dtype=np.int64)
+    name = f"{node.output[0]}.sizes"
+    graph.initializer.append(numpy_helper.from_array(sizes, name))
+    node.input.append(name)
+    return True
 
 
 def _sliced_shape(node: Any, bounds: dict[str, int], graph: Any) -> list[Any]:
@@ -115,22 +155,32 @@ def _sliced_shape(node: Any, bounds: dict[str, int], graph: Any) -> list[Any]:
 
 
 @contextmanager
-def elementwise_layer_norms(module: nn.Module, opset: int) -> Iterator[None]:
-    """Replace layer norms by elementwise operators within the block, if `opset` has no LayerNormalization."""
-    norms = [m for m in module.modules() if isinstance(m, nn.LayerNorm)] if opset < LAYER_NORM_OPSET else []
-    for norm in norms:
-        vars(norm)["forward"] = partial(_layer_norm, norm)
+def elementwise_layer_norms(opset: int) -> Iterator[None]:
+    """Compute `torch.nn.functional.layer_norm` elementwise within the block below opset 17.
+
+    The function is replaced, not the module: subclasses of `torch.nn.LayerNorm` call it in their own ways.
+    """
+    original = functional.layer_norm
+    if opset < LAYER_NORM_OPSET:
+        functional.layer_norm = _layer_norm
     try:
         yield
     finally:
-        for norm in norms:
-            vars(norm).pop("forward", None)
+        functional.layer_norm = original
 
 
-def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+def _layer_norm(
+    input: Tensor,  # the names of torch's arguments, which callers may use
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
     """Compute a layer norm (Ba et al. 2016, arXiv:1607.06450) over the last dimensions."""
-    axes = list(range(-len(module.normalized_shape), 0))
-    centered = x - x.mean(axes, keepdim=True)
-    normal = centered / torch.sqrt((centered * centered).mean(axes, keepdim=True) + module.eps)
-    normal = normal if module.weight is None else normal * module.weight
-    return normal if module.bias is None else normal + module.bias
+    axes = list(range(-len(normalized_shape), 0))
+    centered = input - input.mean(axes, keepdim=True)
+    # a vector, because onnxscript's optimizer removes additions of scalars up to 1e-8
+    epsilon = torch.full((1,), eps, dtype=input.dtype, device=input.device)
+    normal = centered / torch.sqrt((centered * centered).mean(axes, keepdim=True) + epsilon)
+    normal = normal if weight is None else normal * weight
+    return normal if bias is None else normal + bias

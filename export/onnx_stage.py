@@ -364,7 +364,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 17
+    version: ClassVar[int] = 18
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod
@@ -434,12 +434,15 @@ class Onnx(Stage[OnnxSettings]):
         from smelt.runtimes.registry import open_runner
 
         require_runtime(settings, ctx)
+        require_room_for_text(settings.sequence_length, src.path)
         require_memory(widened_bytes(src.path), "onnx: loading the model in float32", _LESS_MEMORY)
         with open_runner(src, ctx.threads, "cpu") as parent:
             backend: Any = parent.backend
             limit_weight_cache(backend.model, _CACHED_BYTES)
             _export(parent, src.path, settings, ctx)
-        ctx.details[DEPENDS_ON_BATCH] = graphs_depend_on_batch(sorted(ctx.out.glob("*.onnx")))
+        ctx.details[DEPENDS_ON_BATCH] = settings.batch_size != 1 and graphs_depend_on_batch(
+            sorted(ctx.out.glob("*.onnx"))
+        )
         copy_tokenizer(src.path, ctx.out)
         if ctx.traits.modality != "image":
             add_tokenizer(src.path, ctx)
@@ -526,6 +529,26 @@ def _copy_configs(source: Path, folder: Path) -> None:
     for name in ("config.json", "generation_config.json", MODULES_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def require_room_for_text(length: int | None, folder: Path) -> None:
+    """Require that a fixed length has room for a token of a text next to the special ones of its tokenizer.
+
+    Raises:
+        InputError: it has none.
+    """
+    from smelt.models.checkpoint import load_tokenizer
+
+    if length is None:
+        return
+    special = load_tokenizer(folder).num_special_tokens_to_add()
+    if length <= special:
+        raise InputError(
+            f"onnx: sequence_length {length} has no room for text next to {special} special tokens. Set"
+            f" sequence_length: {special + 1} or more.",
+            code="does-not-fit-model",
+            setting="sequence_length",
+        )
 
 
 def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:

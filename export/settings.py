@@ -189,7 +189,7 @@ class OnnxSettings(Settings):
         default=None, ge=1, le=4096, description="fixed samples per call; default: dynamic"
     )
     sequence_length: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="fixed tokens of a text; default: dynamic"
+        default=None, ge=2, le=1 << 20, description="fixed tokens of a text; default: dynamic"
     )
     generation_graph: bool = Field(
         default=True,

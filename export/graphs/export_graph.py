@@ -414,7 +414,7 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
             single_trace(),
             skip_unused_metadata(),
             emit.exporting_to(target),
-            elementwise_layer_norms(graph.module, opset),
+            elementwise_layer_norms(opset),
             torch.no_grad(),
             _silence_export_warnings(),
         ):

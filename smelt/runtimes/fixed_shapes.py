@@ -45,7 +45,7 @@ def read_fixed_shape(inputs: Mapping[str, Sequence[int | None]]) -> FixedShape:
 
 
 def fixed_feeds(feeds: Feeds, shape: FixedShape, pad: int = 0) -> list[dict[str, NDArray[Any]]]:
-    """Return the inputs of each call of a graph with fixed shapes.
+    """Return the inputs of each call of a graph with fixed shapes; an empty batch is a call too.
 
     Args:
         feeds: arrays [B, L] or [B, ...].
@@ -56,9 +56,12 @@ def fixed_feeds(feeds: Feeds, shape: FixedShape, pad: int = 0) -> list[dict[str,
         InputError: `longer-than-graph`, the rows are longer than the graph's length.
     """
     rows = len(next(iter(feeds.values())))
+    if not rows and shape.batch_size is not None:  # a call of samples whose outputs are all removed
+        rows = shape.batch_size
+        feeds = {name: np.zeros((rows, *values.shape[1:]), values.dtype) for name, values in feeds.items()}
     size = shape.batch_size or rows
     calls = []
-    for begin in range(0, rows, size):
+    for begin in range(0, max(rows, 1), max(size, 1)):
         indices = np.minimum(np.arange(begin, begin + size), rows - 1)
         calls.append(
             {

@@ -11,7 +11,7 @@ import pytest
 import smelt
 from smelt.api.package import package_artifact
 from smelt.core.errors import InputError
-from smelt.export.onnx_stage import Onnx
+from smelt.export.onnx_stage import Onnx, require_room_for_text
 from smelt.export.settings import OnnxSettings
 from smelt.export.tensorrt.stage import TensorrtSettings, TensorrtStage
 from smelt.runtimes.registry import open_folder
@@ -159,6 +159,10 @@ def test_int8_graph_equals_its_model_on_the_same_padding(tmp_path):
     settings = OnnxSettings(batch_size=3, sequence_length=LENGTH)
     ctx = harness.run_stage(Onnx(), settings, quantized.out, tmp_path / "o", task, data)
     assert ctx.details["parity"]["model"]["mean"] < 1e-3  # without padding in both: 0.01
+    assert ctx.details["depends_on_batch"] is True
+    one_sample = OnnxSettings(batch_size=1, sequence_length=LENGTH)
+    ctx = harness.run_stage(Onnx(), one_sample, quantized.out, tmp_path / "one", task, data)
+    assert ctx.details["depends_on_batch"] is False
 
 
 @pytest.mark.quick
@@ -183,6 +187,18 @@ def test_length_beyond_the_positions_of_the_model_is_refused():
     errors, _ = Onnx.check_model(OnnxSettings(sequence_length=65), config)
     assert [(error.code, error.setting) for error in errors] == [("does-not-fit-model", "sequence_length")]
     assert Onnx.check_model(OnnxSettings(sequence_length=64), config)[0] == []
+
+
+def test_length_without_room_for_text_is_refused(tmp_path):
+    source = tiny.write_bert(tmp_path / "m", num_hidden_layers=1)  # [CLS] and [SEP]
+    with raises_code("does-not-fit-model", InputError) as error:
+        harness.run_stage(
+            Onnx(), OnnxSettings(sequence_length=2), source, tmp_path / "out", "text-classification"
+        )
+    assert error.value.setting == "sequence_length"
+    require_room_for_text(3, source)
+    with raises_setting_codes("greater_than_equal"):
+        OnnxSettings(sequence_length=1)
 
 
 @pytest.mark.quick

@@ -49,8 +49,13 @@ def run(model, feeds):
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) + 1
 AXES = numpy_helper.from_array(np.array([-1]), "axes")
+NO_AXES = numpy_helper.from_array(np.array([], dtype=np.int64), "no_axes")
 CHANGED = {
     "split": [helper.make_node("Split", ["x"], ["a", "y"], "n", axis=2, num_outputs=2)],
+    "uneven": [helper.make_node("Split", ["x"], ["a", "y"], "n", axis=-2, num_outputs=2)],
+    "all": [helper.make_node("ReduceMean", ["x"], ["y"], "n", keepdims=0, noop_with_empty_axes=0)],
+    "empty": [helper.make_node("ReduceMean", ["x", "no_axes"], ["y"], "n", keepdims=0)],
+    "noop": [helper.make_node("ReduceMean", ["x", "axes"], ["y"], "n", noop_with_empty_axes=1)],
     "mean": [helper.make_node("ReduceMean", ["x", "axes"], ["y"], "n", keepdims=0, noop_with_empty_axes=0)],
     "max": [helper.make_node("ReduceMax", ["x", "axes"], ["y"], "n", keepdims=1)],
     "shape": [helper.make_node("Shape", ["x"], ["shape"], "n", start=1, end=2)],
@@ -62,7 +67,7 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_changed_forms_compute_the_same(name):
     output = "shape" if name in ("shape", "last") else "y"
-    constants = [AXES] if name in ("mean", "max") else []
+    constants = [AXES, NO_AXES]
     model = graph_of(CHANGED[name], {"x": list(X.shape)}, output, constants)
     expected = run(model, {"x": X})
     model = graph_of(CHANGED[name], {"x": list(X.shape)}, output, constants, expected.shape)
@@ -78,28 +83,66 @@ def test_changed_forms_compute_the_same(name):
     helper.make_node("Trilu", ["x"], ["y"], "late"),  # 14
     helper.make_node("ReduceMean", ["x", "given"], ["y"], "late"),  # computed axes: 18
     helper.make_node("ScatterND", ["x", "i", "u"], ["y"], "late", reduction="add"),  # 16
+    helper.make_node("ReduceMean", ["x"], ["y"], "late", noop_with_empty_axes=1),  # 18
+    helper.make_node("Split", ["unknown"], ["y", "z"], "late", num_outputs=2),  # 18, parts of unknown sizes
+    helper.make_node("Relu", ["integers"], ["y"], "late"),  # 14
+    helper.make_node("Add", ["bytes", "bytes"], ["y"], "late"),  # 14
 ])  # fmt: skip
 def test_node_of_a_later_opset_is_an_error_with_its_name(node):
-    model = graph_of([node], {"x": [2, 3]}, "y")
+    constants = [
+        numpy_helper.from_array(np.ones(2, np.int32), "integers"),
+        numpy_helper.from_array(np.ones(2, np.int8), "bytes"),
+    ]
+    model = graph_of([node], {"x": [2, 3]}, "y", constants)
     with raises_code("opset-too-low", InputError) as error:
         lower_opset(model, 13, "model")
     assert "'late'" in str(error.value)
     assert error.value.setting == "opset"
 
 
+class NormOfChannels(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class NormWithWeightPlusOne(nn.LayerNorm):
+    def forward(self, x):
+        weight = self.weight + 1
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias=self.bias, eps=self.eps)
+
+
 @pytest.mark.quick
-def test_layer_norm_of_elementwise_operators_equals_torch():
+@pytest.mark.parametrize("norm_type", [nn.LayerNorm, NormOfChannels, NormWithWeightPlusOne])
+def test_layer_norm_of_elementwise_operators_equals_torch(norm_type):
     torch.manual_seed(0)
-    norm, x = nn.LayerNorm(6, eps=1e-3), torch.randn(2, 3, 6)
+    norm, x = norm_type(6, eps=1e-3), torch.randn(2, 6, 6)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     expected = norm(x)
-    with elementwise_layer_norms(norm, 16):
-        assert "forward" in vars(norm)
+    of_torch = nn.functional.layer_norm
+    with elementwise_layer_norms(16):
+        assert nn.functional.layer_norm is not of_torch
         torch.testing.assert_close(norm(x), expected)
-    assert "forward" not in vars(norm)
-    with elementwise_layer_norms(norm, 17):
-        assert "forward" not in vars(norm)
+    assert nn.functional.layer_norm is of_torch
+    with elementwise_layer_norms(17):
+        assert nn.functional.layer_norm is of_torch
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+def test_exported_layer_norm_of_equal_values_is_its_bias(eps):
+    """A variance of 0 divides by 0 where an optimizer drops a small epsilon."""
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(6, eps=eps).eval()
+    nn.init.normal_(norm.bias)
+    x = torch.randn(3, 6)
+    x[0] = 1
+    x[1] *= eps**0.5  # a variance that is close to epsilon
+    expected = norm(x).detach().numpy()
+    with elementwise_layer_norms(13):
+        model = torch.onnx.export(norm, (x,), None, dynamo=True, verbose=False, opset_version=18).model_proto
+    lower_opset(model, 13, "model")
+    result = run(model, {model.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.quick

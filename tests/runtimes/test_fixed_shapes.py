@@ -67,3 +67,13 @@ def test_outputs_have_neither_filling_nor_padding(per_token):
     assert inner.shapes == [(2, 5), (2, 5)]
     np.testing.assert_array_equal(logits, IDS[:, :, None] if per_token else IDS[:, :2])
     assert (backend.max_tokens_per_call, backend.name) == (5, "counting")
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_empty_batch_has_empty_outputs(per_token, batch_size):
+    inner = Counting(per_token)
+    backend = FixedShapeBackend(inner, FixedShape(batch_size, 5))
+    logits = backend.call("model", {"input_ids": IDS[:0], "attention_mask": MASK[:0]})["logits"]
+    assert inner.shapes == [(batch_size or 0, 5)]
+    assert logits.shape == ((0, 3, 1) if per_token else (0, 2))

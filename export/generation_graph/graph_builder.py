@@ -455,14 +455,16 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
 
     So values that depend only on the source are computed once per batch. Constants, and values computed only
     from them, are placed where they are read, if necessary several times: ONNX Runtime packs no constant that
-    is read two levels further inside (measured: a decoding step took twice as long). Names get `prefix`; the
-    levels' `names` are updated with the new name of each value; existing values are not added again.
+    is read two levels further inside (measured: a decoding step took twice as long), nor does it round the
+    activations then. Only lookups read an outer level's constants. Names get `prefix`; the levels' `names`
+    are updated with the new name of each value; existing values are not added again.
 
     Raises:
         RunError: a node contains a graph.
     """
-    excluded = names_at(levels)  # includes values that would have a default
-    constants = GraphConstants(graph, excluded)
+    existing = names_at(levels)
+    # inputs with a default are no constants
+    constants = GraphConstants(graph, existing.keys() & {value.name for value in graph.input})
     for node in graph.node:
         if any(attribute.HasField("g") for attribute in node.attribute):
             raise RunError(
@@ -470,7 +472,7 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
                 " support. Set generation_graph: false.",
                 code="unsupported-graph",
             )
-        if all(name in constants or name in excluded for name in node.output if name):
+        if all(name in constants or name in existing for name in node.output if name):
             continue
         input_names = [name for name in node.input if name]
         outer_names = {name for name in input_names if name not in constants}
@@ -479,8 +481,10 @@ def hoist_nodes(graph: Any, levels: Sequence[GraphLevel], prefix: str) -> None:
             for level_index in range(len(levels))
             if names_at(levels[: level_index + 1]).keys() >= outer_names
         )
+        known = names_at(levels[: depth + 1])
         for name in input_names:
-            if name not in outer_names:
+            # gathering from a table, which may be the output layer's too, needs no packing
+            if name in constants and not (name in known and node.op_type.startswith("Gather")):
                 constants.copy_to(name, levels[depth], f"{prefix}{depth}.")
         _copy_node(node, levels[depth], names_at(levels[: depth + 1]), prefix)
 

@@ -24,6 +24,7 @@ from smelt.generation.config import (
     write_shortlist,
 )
 from smelt.generation.search import generate_in_graph, generate_resolved
+from smelt.quantization.schemes.registry import SCHEMES
 from smelt.runtimes.onnx_session import session_options
 from smelt.runtimes.registry import open_folder
 from tests.support.expected_errors import raises_code
@@ -39,7 +40,14 @@ WISHES = (
     {"num_beams": 2, "forced_bos_token_id": FORCED, "min_new_tokens": 3},
 )  # fmt: skip
 # relative positions, and each way to make logits: Gemm, codes by columns and by groups
-CELLS = [("t5", None), ("marian", "int8-dynamic"), ("bart", "binary"), ("marian", "int4")]
+# and one whose output layer unpacks its weights with the other layers' table
+CELLS = [
+    ("t5", None),
+    ("marian", "int8-dynamic"),
+    ("bart", "binary"),
+    ("marian", "int4"),
+    ("marian", "ternary"),
+]
 if matrix.is_full_matrix():
     CELLS += [
         ("mbart", None),
@@ -71,7 +79,8 @@ def _export(family, scheme, space):
     space.mkdir()
     source = listed(family, space / "model")
     if scheme:
-        settings = QuantizeSettings(scheme=scheme)
+        head_scheme = scheme if family == "marian" else None  # else the scheme's own choice
+        settings = QuantizeSettings(scheme=scheme, embedding_scheme=head_scheme)
         source = every_family.run_stage(Quantize(), settings, source, family, space / "codes").out
     every_family.run_stage(Onnx(), OnnxSettings(), source, family, space / "graphs")
 
@@ -110,6 +119,42 @@ def test_generation_graph_equals_python_loop(family, scheme):
                     tokens_seen |= set(text) - unrestricted
         assert len(calls) == 2 * len(WISHES)
         assert len(tokens_seen) >= 5, "hardly any words came: the test shows nothing"
+
+
+def loop_products(graph, level=0):
+    """Yield each product of packed weights inside a loop, and whether its weights are that graph's own."""
+    producers = {name: node for node in graph.node for name in node.output}
+    own = {tensor.name for tensor in graph.initializer}
+
+    def is_own(name):
+        node = producers.get(name)
+        return name in own if node is None else all(is_own(source) for source in node.input if source)
+
+    for node in graph.node:
+        if node.op_type == "MatMulNBits" and level:
+            yield node, all(is_own(name) for name in node.input[1:] if name)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from loop_products(attribute.g, level + 1)
+
+
+PACKED_SCHEMES = ["int4", "ternary", "kmeans4"]
+if matrix.is_full_matrix():
+    PACKED_SCHEMES = [
+        name
+        for name, scheme in SCHEMES.items()
+        if scheme.supports_shortlist and scheme.operators == ("MatMulNBits",)
+    ]
+
+
+@pytest.mark.parametrize("scheme", PACKED_SCHEMES)
+def test_loop_has_its_own_packed_weights(scheme):
+    graphs, _ = exported("marian", scheme)
+    for name in ("generate", "generate_beams"):
+        model = onnx.load(graphs / f"{name}.onnx", load_external_data=False)
+        products = list(loop_products(model.graph))
+        assert len(products) == 12, name
+        assert [node.name for node, is_own in products if not is_own] == [], name
 
 
 def test_row_result_does_not_depend_on_batch():

@@ -15,6 +15,7 @@ from smelt.evaluate.metrics.registry import (
     find_metric,
     is_custom_metric,
 )
+from smelt.evaluate.report.detail_notes import detail_notes
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GateReport,
@@ -447,12 +448,6 @@ def sort_warnings(warnings: Iterable[Message]) -> list[Message]:
     return sorted(warnings, key=lambda message: message.code == _TRUNCATED_CODE)
 
 
-BATCH_DEPENDENCE_TEXT = (
-    "answers depend on the other samples of their batch, because int8 ranges are computed over all of them;"
-    " those of int8-static and int8-groupwise do not."
-)
-
-
 def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
     """Return (step, kind, text) of all errors, reasons, gates without a value, and warnings.
 
@@ -479,40 +474,11 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
             for gate in step.gates
             if gate.n_needed is not None
         ]
-        if text := budget_text(step.details.get("budget")):
-            entries.append((step.name, "info", text))
-        if text := teachers_text(step.details.get("labels_by_teacher")):
-            entries.append((step.name, "info", text))
-        if step.details.get("depends_on_batch"):
-            entries.append((step.name, "info", BATCH_DEPENDENCE_TEXT))
+        entries += [(step.name, "info", text) for text in detail_notes(step.details)]
         entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
     return entries
-
-
-def budget_text(budget: Any) -> str:
-    """Return what a budget of `prune` (its details) kept, as a sentence; empty where there was none."""
-    if not isinstance(budget, Mapping) or not isinstance(budget.get("units"), Mapping):
-        return ""
-    units = ", ".join(
-        f"{name} {before:,} -> {after:,}" if after != before else f"{name} {before:,}"
-        for name, (before, after) in budget["units"].items()
-    )
-    return (
-        f"{100 * budget['left']:.1f} % of the {budget['unit']} are left, with a budget of"
-        f" {100 * budget['asked']:g} %: {units}."
-    )
-
-
-def teachers_text(teachers: Any) -> str:
-    """Return which labels each of several teachers has (details of `distill`); empty if all have the same."""
-    if not isinstance(teachers, list):
-        return ""
-    if len({frozenset(entry["labels"]) for entry in teachers}) < 2:
-        return ""
-    parts = (f"{entry['teacher'].rpartition('/')[2]}: {', '.join(entry['labels'])}" for entry in teachers)
-    return f"Labels by teacher: {'; '.join(parts)}."
 
 
 def disturbed_texts(report: ReportData) -> list[str]:

@@ -217,8 +217,8 @@ def user_code_errors(problem: str, error_class: type[SmeltError] = InputError) -
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code does
         location = _line_in_recorded_code(error)
-        place = f" in {location}" if location else ""
-        text = f"{problem}{place}: {type(error).__name__}: {error}".rstrip(".")
+        location_text = f" in {location}" if location else ""
+        text = f"{problem}{location_text}: {type(error).__name__}: {error}".rstrip(".")
         raise error_class(f"{text}.", code="module-failed") from error
 
 

@@ -102,7 +102,7 @@ def test_error_in_forward_names_file_and_line(tmp_path):
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_what_an_import_prints_goes_to_standard_error(tmp_path, capsys):
+def test_output_of_an_import_is_written_to_standard_error(tmp_path, capsys):
     (tmp_path / "printing_import.py").write_text("print('imported')")
     with first_on_path(tmp_path):
         import_current("printing_import", tmp_path)

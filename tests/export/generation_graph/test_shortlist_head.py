@@ -124,11 +124,11 @@ def test_generation_graph_equals_python_loop(family, scheme):
 def loop_products(graph, level=0):
     """Yield each product of packed weights inside a loop, and whether its weights are that graph's own."""
     producers = {name: node for node in graph.node for name in node.output}
-    own = {tensor.name for tensor in graph.initializer}
+    local_names = {tensor.name for tensor in graph.initializer}
 
     def is_own(name):
         node = producers.get(name)
-        return name in own if node is None else all(is_own(source) for source in node.input if source)
+        return name in local_names if node is None else all(is_own(source) for source in node.input if source)
 
     for node in graph.node:
         if node.op_type == "MatMulNBits" and level:

@@ -105,7 +105,7 @@ def test_function_of_an_installed_package_is_to_be_called_by_an_own_one(folder):
     assert "'no_such_package.nn:Identity'" not in texts[1]
 
 
-def test_absent_function_is_reported_with_those_of_the_module(folder):
+def test_absent_function_is_reported_with_the_functions_of_the_module(folder):
     with raises_code("module-failed", InputError) as refused:
         load_plan(user_modules.write_recipe(folder, module="nets:mixr"))
     assert {"cnn", "mixer", "tied"} <= set(re.findall(r"\w+", str(refused.value)))

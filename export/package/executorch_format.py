@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.package_format import PackageOrigin, UsageNotes
 from smelt.export.package.torch_program import (
     EXAMPLE_FILE,
-    SUPPORTED_PROGRAMS,
-    check_program,
+    TorchProgramFormat,
     read_program,
     write_preprocessing,
 )
@@ -26,21 +25,11 @@ PROGRAM_FILE = "model.pte"
 MAX_LENGTH = 512
 
 
-class ExecutorchFormat:
+class ExecutorchFormat(TorchProgramFormat):
     """A `.pte` file that the runtime of ExecuTorch runs: C++, Android, iOS, Python."""
 
     name: ClassVar[str] = "executorch"
     summary: ClassVar[str] = "one program of ExecuTorch (.pte) for mobile and embedded CPUs"
-    supported: ClassVar[SupportedArtifacts] = SUPPORTED_PROGRAMS
-    is_artifact: ClassVar[bool] = False
-
-    def check(self, artifact: Artifact) -> None:
-        """Require a model without quantized layers.
-
-        Raises:
-            InputError: it has some; names one.
-        """
-        check_program(artifact)
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write `model.pte` and compare it with the model, in ExecuTorch's runtime.

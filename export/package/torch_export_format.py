@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from smelt.core.artifact import Artifact
-from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
+from smelt.export.package.package_format import PackageOrigin, UsageNotes
 from smelt.export.package.torch_program import (
     EXAMPLE_FILE,
-    SUPPORTED_PROGRAMS,
-    check_program,
+    TorchProgramFormat,
     read_program,
     write_preprocessing,
 )
@@ -19,21 +18,11 @@ from smelt.export.package.torch_program import (
 PROGRAM_FILE = "model.pt2"
 
 
-class TorchExportFormat:
+class TorchExportFormat(TorchProgramFormat):
     """`torch.export.load("model.pt2")`: graph and weights, for torch, AOTInductor and other compilers."""
 
     name: ClassVar[str] = "torch-export"
     summary: ClassVar[str] = "one program of torch.export (.pt2)"
-    supported: ClassVar[SupportedArtifacts] = SUPPORTED_PROGRAMS
-    is_artifact: ClassVar[bool] = False
-
-    def check(self, artifact: Artifact) -> None:
-        """Require a model without quantized layers.
-
-        Raises:
-            InputError: it has some; names one.
-        """
-        check_program(artifact)
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write `model.pt2` and compare it with the model.

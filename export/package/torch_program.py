@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
@@ -31,11 +31,6 @@ EXAMPLE_FILE = "example.py"
 TOLERANCE = 1e-3
 """Largest difference of an output, of the standard deviation of all; as parity of fp32."""
 _EXAMPLE_LENGTH = 9
-SUPPORTED_PROGRAMS = SupportedArtifacts(
-    formats=frozenset({"torch"}),
-    tasks=frozenset(tasks_with(architecture="encoder")),
-    hint="Package the step before the export.",
-)
 
 
 @dataclass(frozen=True)
@@ -118,19 +113,29 @@ class TorchProgram:
                 )
 
 
-def check_program(artifact: Artifact) -> None:
-    """Require layers that torch computes as they are stored.
+class TorchProgramFormat:
+    """What the formats of programs share: which artifacts they take."""
 
-    Raises:
-        InputError: `unsupported-structure`, names the first quantized layer.
-    """
-    quantized = [str(e.get("module")) for e in read_edits(artifact.path) if e.get("op") == "quantize"]
-    if quantized:
-        raise InputError(
-            f"{len(quantized)} of its layers are quantized ({quantized[0]}, ...), which torch only emulates."
-            " Package a step before quantize, or an export to ONNX.",
-            code="unsupported-structure",
-        )
+    supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
+        formats=frozenset({"torch"}),
+        tasks=frozenset(tasks_with(architecture="encoder")),
+        hint="Package the step before the export.",
+    )
+    is_artifact: ClassVar[bool] = False
+
+    def check(self, artifact: Artifact) -> None:
+        """Require layers that torch computes as they are stored.
+
+        Raises:
+            InputError: `unsupported-structure`, names the first quantized layer.
+        """
+        quantized = [str(e.get("module")) for e in read_edits(artifact.path) if e.get("op") == "quantize"]
+        if quantized:
+            raise InputError(
+                f"{len(quantized)} of its layers are quantized ({quantized[0]}, ...), which torch only"
+                " emulates. Package a step before quantize, or an export to ONNX.",
+                code="unsupported-structure",
+            )
 
 
 def read_program(artifact: Artifact) -> TorchProgram:

@@ -76,7 +76,7 @@ def test_edited_copy_of_recorded_code_is_not_imported(tmp_path):
         load_model(folder)
 
 
-def test_batch_norms_are_folded_where_they_alone_read_a_convolution(tmp_path):
+def test_batch_norm_is_folded_if_nothing_else_reads_the_convolution(tmp_path):
     folder = user_modules.model_folder(tmp_path / "own", "cnn")
     model, _ = load_model(folder)
     pairs = [("stem.0", "stem.1")]

@@ -78,7 +78,7 @@ def test_teacher_gives_no_gradient_to_labels_it_lacks_or_to_their_sum():
     torch.testing.assert_close(student.grad.sum(dim=1), torch.zeros(6), rtol=0, atol=1e-6)
 
 
-def test_teacher_counts_only_for_samples_of_its_labels_if_they_are_known():
+def test_teacher_has_no_weight_for_samples_with_labels_it_lacks():
     student, teachers = logits(3, 4), logits(3, 5, seed=1)
     weights = {"temperature": T, "logits_weight": 1.0, "reverse_weight": 0.5}
     masked = restricted_divergence(student, teachers, GROUPS, torch.tensor([3, 1, 0]), **weights)

@@ -13,7 +13,7 @@ import smelt
 from smelt.api.package import package_artifact
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError, MissingDependencyError, RunError
-from smelt.export.package.torch_program import TorchProgram, check_program
+from smelt.export.package.torch_program import TorchProgram, TorchProgramFormat
 from smelt.generation.backend import Batch
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.registry import open_folder
@@ -163,7 +163,7 @@ def test_quantized_layers_are_refused_with_a_name(tmp_path):
         "text-classification",
     )  # fmt: skip
     with raises_code("unsupported-structure", InputError) as error:
-        check_program(tiny.as_artifact(ctx.out, "text-classification"))
+        TorchProgramFormat().check(tiny.as_artifact(ctx.out, "text-classification"))
     assert "bert.embeddings.word_embeddings" in str(error.value)
 
 

@@ -155,7 +155,7 @@ def test_unknown_family_has_no_states_or_output_modules():
     assert (hidden_state_locations(model), output_modules(model)) == ([], ())
 
 
-def test_head_of_one_layer_is_found_whatever_its_task():
+def test_head_of_one_layer_is_found_in_models_of_every_task():
     config = family_models.load("bert").config
     assert output_modules(transformers.BertForQuestionAnswering(config)) == ("qa_outputs",)
     assert output_modules(transformers.BertForMaskedLM(config)) == ()

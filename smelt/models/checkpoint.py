@@ -27,6 +27,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import is_artifact_file, read_json_object, write_json
 from smelt.core.messages import Message
 from smelt.core.system import require_memory
+from smelt.models.computed_weights import compute_weights
 from smelt.models.edits import Edit, add_mask_edits, write_edits
 from smelt.models.empty_model import (
     cast_to_stored,
@@ -202,9 +203,7 @@ def load_weights(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
             continue
         names = [f"{module_name}.{n}".removeprefix(".") for n in empty]
         require_no_missing((n for n in names if n not in ignorable), folder)
-        module.to_empty(device="cpu", recurse=False)
-        with torch.no_grad():
-            model._init_weights(module)
+        compute_weights(model, module)
 
 
 def _shape_mismatch(model: Any, tensors: dict[str, Tensor]) -> str | None:

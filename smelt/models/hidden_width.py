@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
+from smelt.models.computed_weights import compute_weights
 from smelt.models.families.registry import (
     FAMILIES,
     blocks_of,
@@ -285,9 +286,7 @@ def _init_sinusoidal(model: Any) -> None:
         for name in stack.stream.embeddings[1:]:
             module = model.get_submodule(name.rpartition(".")[0])
             if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                module.to_empty(device="cpu", recurse=False)
-                with torch.no_grad():
-                    model._init_weights(module)
+                compute_weights(model, module)
 
 
 def _update_sizes(module: nn.Module) -> None:

@@ -42,6 +42,10 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
     Raises:
         RunError: `module-failed`: a user's module raises an error; `data-dependent-forward`: it reads values.
     """
+    return _count_on_meta(_copy_on_meta(model), size)
+
+
+def _count_on_meta(model: Any, size: tuple[int, int]) -> int:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:
@@ -59,7 +63,7 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
 def _count(model: Any, size: tuple[int, int]) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model, device = _copy_on_meta(model), "meta"
+    device = "meta"
     counter: Any = FlopCounterMode(display=False)
     # transformers' masks need no values of fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
@@ -81,6 +85,7 @@ def _copy_on_meta(model: Any) -> Any:
     return copy.deepcopy(model, memo | {id(b): b.to("meta") for b in model.buffers()})
 
 
+@torch.no_grad()
 def count_model_operations(folder: Path, size: tuple[int, int]) -> int:
     """Return the operations of the model in `folder`, as `count_operations`, without reading its weights.
 
@@ -93,7 +98,7 @@ def count_model_operations(folder: Path, size: tuple[int, int]) -> int:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if (layer := _float_layer(module)) is not None:
             replace_module(model, name, layer)
-    return count_operations(model, size)
+    return _count_on_meta(model, size)
 
 
 def _float_layer(module: nn.Module) -> nn.Module | None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @torch.no_grad()
-def compute_weights(model: Any, module: nn.Module) -> None:
+def compute_weights(model: Any, module: Any) -> None:
     """Compute the parameters of a `module` of `model` that are in no file, on the CPU."""
     module.to_empty(device="cpu", recurse=False)
     if hasattr(module, "create_weight"):  # of Marian and Pegasus: transformers' loop over all values is slow

@@ -154,6 +154,14 @@ def test_recipe_in_page_is_valid(page: Path, number: int, tmp_path: Path) -> Non
             assert f"smelt[{extra}]" in page.read_text(encoding="utf-8"), f"the page does not name {extra}"
 
 
+def test_install_page_names_all_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\|`([a-z0-9-]+)`\|", page, flags=re.M)) == set(
+        project["optional-dependencies"]
+    ) - {"dev"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))

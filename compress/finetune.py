@@ -347,4 +347,4 @@ def _balanced_objective(model: Any, settings: FinetuneSettings, ctx: Context) ->
     ctx.details["class_weights"] = {
         name: round(weight, 4) for name, weight in zip(names, weights.tolist(), strict=True)
     }
-    return label_objective(settings.label_smoothing, weights)
+    return label_objective(settings.label_smoothing_factor, weights)

@@ -206,7 +206,7 @@ def _output_loss(
         )  # fmt: skip
         if not weights.labels:
             return divergence
-        smoothing = settings.label_smoothing if model.training else 0.0
+        smoothing = settings.label_smoothing_factor if model.training else 0.0
         config = getattr(model, "module", model).config
         return divergence + classification_loss(
             config, logits, labels, labels_weight=weights.labels, smoothing=smoothing, terms=terms
@@ -217,7 +217,7 @@ def _output_loss(
             getattr(model, "module", model).config, logits, labels, targets, temperature=settings.temperature,
             logits_weight=0.0 if buckets else weights.logits, labels_weight=weights.labels or 0.0,
             reverse_weight=0.0 if buckets else reverse,
-            smoothing=settings.label_smoothing if model.training else 0.0, terms=terms,
+            smoothing=settings.label_smoothing_factor if model.training else 0.0, terms=terms,
         )  # fmt: skip
     if buckets is None:
         assert loss is not None

@@ -94,9 +94,9 @@ class QuantizedLoraLinear(nn.Module):
     def __init__(self, base: QuantizedLinear | LowRankCorrectedLinear, settings: LoraSettings) -> None:
         super().__init__()
         self.base_layer = base
-        self.scaling = settings.alpha / (settings.rank**0.5 if settings.use_rslora else settings.rank)
+        self.scaling = settings.alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
         # torch initializes a Linear as peft initializes A (He et al. 2015, a = 5 ** 0.5); B is zero
-        self.pair = LowRankLinear(base.in_features, base.out_features, settings.rank, bias=False)
+        self.pair = LowRankLinear(base.in_features, base.out_features, settings.r, bias=False)
         nn.init.zeros_(self.pair.up.weight)
 
     def get_base_layer(self) -> nn.Module:
@@ -137,7 +137,7 @@ def _peft_config(layer_names: Sequence[str], settings: LoraSettings) -> Any:
         from peft import LoraConfig
 
     return LoraConfig(
-        r=settings.rank,
+        r=settings.r,
         lora_alpha=settings.alpha,
         target_modules=list(layer_names),
         bias="none",
@@ -243,7 +243,7 @@ class LoraAdapters:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         num_quantized = sum(isinstance(layer, QuantizedLoraLinear) for layer in self.layers.values())
         return {
-            "rank": self.settings.rank,
+            "rank": self.settings.r,
             "layers": len(self.layers),
             **({"beside_codes": num_quantized} if num_quantized else {}),
             "trained_weights": trained,
@@ -255,7 +255,7 @@ class LoraAdapters:
         """Return warnings where adapters have more weights than their layers, so that nothing is saved."""
         bases = {name: layer.get_base_layer() for name, layer in self.layers.items()}
         shapes = {name: (base.out_features, base.in_features) for name, base in bases.items()}
-        rank = self.settings.rank
+        rank = self.settings.r
         wide = [
             name
             for name, (out_features, columns) in shapes.items()
@@ -268,16 +268,16 @@ class LoraAdapters:
             for out_features, columns in shapes.values()
         )
         rank_hint = (
-            f". Set rank below {max_rank} to make every adapter smaller than its layer"
+            f". Set r below {max_rank} to make every adapter smaller than its layer"
             if max_rank > 1
             else ""
         )
         return [
             warning(
                 "no-size-reduction",
-                f"lora: with rank {rank} the adapters of {len(wide)} of {len(shapes)} layers have at least as"
+                f"lora: with r: {rank} the adapters of {len(wide)} of {len(shapes)} layers have at least as"
                 f" many weights as the layers ({', '.join(wide[:3])}){rank_hint}.",
-                setting="lora.rank",
+                setting="lora.r",
             )
         ]
 

@@ -43,10 +43,10 @@ OPTIMIZERS = _TORCH_OPTIMIZERS | _BITSANDBYTES_OPTIMIZERS
 class LoraSettings(Settings):
     """Low-rank adapters that train instead of the weights and are merged into them."""
 
-    rank: int = Field(default=16, ge=1, description="rank of each adapter")
-    alpha: int = Field(default=32, ge=1, description="adapters are scaled by alpha / rank")
+    r: int = Field(default=16, ge=1, description="rank of each adapter")
+    alpha: int = Field(default=32, ge=1, description="adapters are scaled by alpha / r")
     use_rslora: bool = Field(
-        default=False, description="scale by alpha / sqrt(rank) (rank-stabilized LoRA), for high ranks"
+        default=False, description="scale by alpha / sqrt(r) (rank-stabilized LoRA), for high ranks"
     )
     use_dora: bool = Field(
         default=False, description="also train the length of each weight row (DoRA); only for float layers"
@@ -80,10 +80,10 @@ class TrainingSettings(Settings):
         max_length=60,
         description="an optimizer of transformers by name, such as adafactor, sgd or adamw_bnb_8bit",
     )
-    lr_schedule: Literal["linear", "cosine", "constant"] = Field(
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="shape of the learning rate after the warm-up"
     )
-    warmup: float = Field(
+    warmup_steps: float = Field(
         default=0.06, ge=0, description="number of updates if 1 or more, else a fraction of all updates"
     )
     batch_size: int = Field(default=32, ge=1, description="samples per batch")
@@ -92,7 +92,7 @@ class TrainingSettings(Settings):
     )
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="batches per update")
     weight_decay: float = Field(default=0.01, ge=0, description="not for biases and norms")
-    label_smoothing: float = Field(
+    label_smoothing_factor: float = Field(
         default=0.0, ge=0, lt=1, description="weight of the uniform distribution in the targets"
     )
     sampling: Literal["uniform", "balanced"] = Field(
@@ -128,7 +128,7 @@ class TrainingSettings(Settings):
         ge=0,
         description="validations during training; 0: the last weights are kept",
     )
-    patience: int | None = Field(
+    early_stopping_patience: int | None = Field(
         default=None,
         ge=1,
         description="stop after this many validations without a better one (early stopping)",
@@ -195,9 +195,9 @@ class TrainingSettings(Settings):
                 " training; set num_evals to 1 or more",
                 code="no-evaluation",
             )
-        if self.patience is not None and not self.num_evals:
+        if self.early_stopping_patience is not None and not self.num_evals:
             raise SettingError(
-                "patience requires validations during training; set num_evals to 1 or more",
+                "early_stopping_patience requires validations during training; set num_evals to 1 or more",
                 code="no-evaluation",
             )
         return self
@@ -341,7 +341,7 @@ def trained_weights(settings: TrainingSettings, size: ModelSize) -> int:
         feed, attention = stack.matrices[: stack.feed_forward], stack.matrices[stack.feed_forward :]
         parts = {"ffn": feed, "attention": attention}
         rank_weights += stack.layers * sum(n + m for name in settings.lora.targets for n, m in parts[name])
-    return settings.lora.rank * rank_weights
+    return settings.lora.r * rank_weights
 
 
 def weight_state_bytes(settings: TrainingSettings, size: ModelSize, validates: bool = True) -> int:

@@ -109,7 +109,7 @@ def train(
         )
     rounding = RoundingCheck(model, src.path, settings.lora is not None) if settings.dtype == "keep" else None
     begun = [begin() for begin in techniques]
-    objective = objective or label_objective(settings.label_smoothing)
+    objective = objective or label_objective(settings.label_smoothing_factor)
     for technique in begun:
         objective = technique.objective(objective)
         extension = combine_extensions(extension or TrainingExtension(), technique.extension())

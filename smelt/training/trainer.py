@@ -168,7 +168,7 @@ class PlannedTrainer(transformers.Trainer):  # type: ignore[misc]
             raise RunError(
                 f"The training loss became {value} at step {self.state.global_step + 1}"
                 f" of {self.state.max_steps}. {self.keeper.last_good_text()}"
-                " Lower learning_rate, raise warmup, or set precision: fp32.",
+                " Lower learning_rate, raise warmup_steps, or set precision: fp32.",
                 code="non-finite-loss",
             )
         self.keeper.recent.append(values)
@@ -298,7 +298,7 @@ def run_training(
             keeper.evaluate = partial(
                 mean_loss, measured, batches, nn.Module.__call__, precision, args.device
             )
-            keeper.evals, keeper.patience = settings.num_evals, settings.patience
+            keeper.evals, keeper.patience = settings.num_evals, settings.early_stopping_patience
             keeper.score = None if score is None else partial(_as_stored, model, extension, weights, score)
             keeper.probe = None if probe is None else partial(_as_stored, model, extension, weights, probe)
             keeper.sign = -1 if settings.metric_for_best_model in ctx.negated_metrics else 1
@@ -412,7 +412,7 @@ def _require_finite(model: nn.Module, selector: CheckpointSelector) -> None:
         if parameter.requires_grad and not bool(torch.isfinite(selector.weights.read(parameter)).all()):
             raise RunError(
                 f"After the last training update, '{name}' is infinite or NaN."
-                f" {selector.last_good_text()} Lower learning_rate, raise warmup, or set"
+                f" {selector.last_good_text()} Lower learning_rate, raise warmup_steps, or set"
                 " precision: fp32.",
                 code="non-finite-weights",
             )
@@ -444,8 +444,8 @@ def _training_arguments(
         optim=settings.optimizer,
         fp16=precision == "fp16",
         learning_rate=settings.learning_rate,
-        lr_scheduler_type=_LR_SCHEDULES[settings.lr_schedule],
-        warmup_steps=settings.warmup,
+        lr_scheduler_type=_LR_SCHEDULES[settings.lr_scheduler_type],
+        warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=ctx.seed,

@@ -151,7 +151,7 @@ def test_shared_weights_and_deltas_are_trained(tmp_path):
 def test_lora_sparsify_and_factorize_apply_to_shared_weights_and_deltas(tmp_path):
     pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
     shared_folder = shared("bert", tmp_path / "made").out
-    lora = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", lora={"rank": 2})
+    lora = FinetuneSettings(max_steps=2, batch_size=4, num_evals=0, precision="fp32", lora={"r": 2})
     trained = every_family.run_stage(Finetune(), lora, shared_folder, "bert", tmp_path / "lora").out
     assert read_edits(trained) == read_edits(shared_folder)
     sparse = every_family.run_stage(

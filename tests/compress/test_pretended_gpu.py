@@ -24,7 +24,7 @@ CASES = {
     "finetune": ("marian", {"finetune": TRAINING | {"ema_decay": 0.9}}),
     "distill": ("marian", {"distill": TRAINING | {"teacher": "model", "losses": INSIDE}}),
     "cached teacher": ("llama", {"distill": TRAINING | {"teacher": "model", "cache_logits": {"top_k": 4}}}),
-    "lora": ("llama", {"finetune": TRAINING | {"lora": {"rank": 2}}}),
+    "lora": ("llama", {"finetune": TRAINING | {"lora": {"r": 2}}}),
     "learned masks": (
         "marian",
         {"finetune": TRAINING | {"learned_masks": {"keep_ratio": 0.5, "targets": ["heads", "ffn", "width"]}}},

@@ -54,7 +54,7 @@ def run(model, tmp_path, monkeypatch, losses, scores=None, turned=(), probe=None
     values = iter(scores or ())
     chosen = FinetuneSettings(
         **{"batch_size": 2, "precision": "fp32", "learning_rate": 1e-3, "max_steps": 4, "num_evals": 4}
-        | {"warmup": 0, "lr_schedule": "constant"}
+        | {"warmup_steps": 0, "lr_scheduler_type": "constant"}
         | settings
     )
     run_training(

@@ -17,7 +17,7 @@ from tests.support.models import tiny
 
 ROWS = [EncodedSample([2, 5, 7, 3], None, 1), EncodedSample([2, 6, 8, 3], None, 0)]
 PLAIN = {
-    "batch_size": 2, "precision": "fp32", "max_steps": 3, "warmup": 0, "lr_schedule": "constant",
+    "batch_size": 2, "precision": "fp32", "max_steps": 3, "warmup_steps": 0, "lr_scheduler_type": "constant",
     "num_evals": 0,
 }  # fmt: skip
 

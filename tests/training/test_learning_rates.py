@@ -71,7 +71,7 @@ def test_default_learning_rate_is_reported(tmp_path, rows):
         Quantize(), QuantizeSettings(scheme="int2", exclude=skip), source, tmp_path / "tied"
     )
     assert rate(Finetune(), FinetuneSettings(**SHORT), tied.out, "shared") == 1e-3
-    adapters = FinetuneSettings(**SHORT, lora={"rank": 2})
+    adapters = FinetuneSettings(**SHORT, lora={"r": 2})
     assert rate(Finetune(), adapters, source, "adapters") == 4e-4
     trained = DistillSettings(**SHORT, student=str(tmp_path / "model"))
     assert rate(Distill(), trained, source, "trained") == pytest.approx(3.2e-4)

@@ -31,7 +31,7 @@ from tests.support.models import causal, every_family, tiny
 from tests.support.models.every_family import DISTINCT_FAMILIES
 
 pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
-SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"rank": 2}}
+SHORT = {"max_steps": 15, "batch_size": 4, "learning_rate": 1e-2, "precision": "fp32", "lora": {"r": 2}}
 
 
 def changed(before, after):
@@ -50,17 +50,17 @@ def changed(before, after):
 def test_quantized_lora_layer_adds_scaled_low_rank_product():
     torch.manual_seed(0)
     base = quantize_module(torch.nn.Linear(32, 16), "int4")
-    layer, x = QuantizedLoraLinear(base, LoraSettings(rank=2, alpha=6)), torch.randn(3, 32)
+    layer, x = QuantizedLoraLinear(base, LoraSettings(r=2, alpha=6)), torch.randn(3, 32)
     torch.nn.init.normal_(layer.pair.up.weight)
     torch.testing.assert_close(layer(x), base(x) + 3 * layer.pair(x))
 
 
 def test_rank_stabilized_scale_is_alpha_by_the_root_of_the_rank():
     base = quantize_module(torch.nn.Linear(32, 16), "int4")
-    layer = QuantizedLoraLinear(base, LoraSettings(rank=4, alpha=6, use_rslora=True))
+    layer = QuantizedLoraLinear(base, LoraSettings(r=4, alpha=6, use_rslora=True))
     assert layer.scaling == 3.0
     model, _ = load_model(every_family.model_with_layers("bert", 2))
-    adapters = LoraAdapters(model, LoraSettings(rank=4, alpha=6, use_rslora=True))
+    adapters = LoraAdapters(model, LoraSettings(r=4, alpha=6, use_rslora=True))
     assert {adapted.scaling["default"] for adapted in adapters.layers.values()} == {3.0}
 
 
@@ -68,7 +68,7 @@ def test_dora_scales_rows_to_trained_lengths_and_merges_exactly():
     model, _ = load_model(every_family.model_with_layers("bert", 2))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     first_logits = harness.logits(model)
-    adapters = LoraAdapters(model, LoraSettings(rank=2, alpha=4, use_dora=True))
+    adapters = LoraAdapters(model, LoraSettings(r=2, alpha=4, use_dora=True))
     torch.testing.assert_close(harness.logits(model), first_logits)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_saved_adapter_is_read_by_peft(tmp_path, settings):
         str(tiny.write_labeled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
     )
     source = tiny.write_bert(tmp_path / "model")
-    lora = {"rank": 2, "save_adapter": True} | settings
+    lora = {"r": 2, "save_adapter": True} | settings
     ctx = harness.run_stage(
         Finetune(),
         FinetuneSettings(**(SHORT | {"lora": lora})),
@@ -130,7 +130,7 @@ def test_rows_of_zeros_and_sparse_layers_are_rejected(settings, zeros):
     if zeros == 2:
         mark_masked(layer)
     with raises_code("unsupported-layer"):
-        LoraAdapters(model, LoraSettings(rank=2, **settings))
+        LoraAdapters(model, LoraSettings(r=2, **settings))
 
 
 @pytest.mark.parametrize("changes", [{"phases": [{"losses": {"logits": 1.0}}]}, {"student": {"layers": 1}}])
@@ -143,14 +143,14 @@ def test_adapter_of_weights_that_are_not_stored_is_rejected(changes):
 def test_dora_of_quantized_layers_is_rejected(coded):
     model, _ = load_model(coded("int4"))
     with raises_code("unsupported-layer"):
-        LoraAdapters(model, LoraSettings(rank=2, use_dora=True))
+        LoraAdapters(model, LoraSettings(r=2, use_dora=True))
 
 
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_adapters_of_every_family_start_at_zero_and_merge_exactly(family):
     model, _ = load_model(every_family.model_with_layers(family, 2))
     names, before = [name for name, _ in model.named_parameters()], harness.logits(model)
-    adapters = LoraAdapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(r=2))
     assert torch.equal(harness.logits(model), before)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     heads = ("classifier", "head", "pre_classifier", "bert.pooler", "albert.pooler")
@@ -197,11 +197,11 @@ def test_lora_changes_only_linear_layers_within_rank(tmp_path, rows):
 
 def test_oversized_adapters_warn(tmp_path):
     model, _ = load_model(tiny.write_bert(tmp_path / "model"))  # products of 32 x 32, and 32 x 64
-    assert LoraAdapters(model, LoraSettings(rank=15)).warnings() == []
+    assert LoraAdapters(model, LoraSettings(r=15)).warnings() == []
     reloaded, _ = load_model(tmp_path / "model")
-    (warning,) = LoraAdapters(reloaded, LoraSettings(rank=16)).warnings()
+    (warning,) = LoraAdapters(reloaded, LoraSettings(r=16)).warnings()
     assert warning.code == "no-size-reduction"
-    assert all(value in warning.message for value in ("rank 16", "8 of 12", "below 16"))
+    assert all(value in warning.message for value in ("r: 16", "8 of 12", "below 16"))
 
 
 def test_checkpoint_is_scored_as_stored(tmp_path, rows):
@@ -248,7 +248,7 @@ def test_shared_layer_has_one_adapter(tmp_path, rows):
     model = harness.load_output_model(shared_ctx)
     first_name, second_name = (f"model.encoder.layers.{n}.fc1" for n in (0, 1))
     assert model.get_submodule(first_name) is model.get_submodule(second_name)
-    adapters = LoraAdapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(r=2))
     assert hasattr(model.get_submodule(first_name), "lora_A")
     assert model.get_submodule(first_name) is model.get_submodule(second_name)
     with adapters.as_stored():
@@ -261,7 +261,7 @@ def test_classifier_head_is_trained_with_lora(tmp_path):
         str(tiny.write_labeled(tmp_path / "r.jsonl")), "text-classification", Columns(), tmp_path
     )
     source = tiny.write_bert(tmp_path / "model")
-    settings = FinetuneSettings(**(SHORT | {"lora": {"rank": 1, "targets": ["attention"]}}))
+    settings = FinetuneSettings(**(SHORT | {"lora": {"r": 1, "targets": ["attention"]}}))
     ctx = harness.run_stage(Finetune(), settings, source, tmp_path / "out", "text-classification", rows)
     ranks = changed(load_model(source)[0], harness.load_output_model(ctx))
     assert {"classifier.weight", "classifier.bias"} < set(ranks)
@@ -353,7 +353,7 @@ def test_second_lora_training_adds_rank_and_qat_continues(tmp_path, rows, coded)
 def test_adapter_above_full_rank_is_stored_at_full_rank(coded):
     coded_folder = coded("int4")
     model, edits = load_model(coded_folder)
-    adapters = LoraAdapters(model, LoraSettings(rank=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
+    adapters = LoraAdapters(model, LoraSettings(r=40), edits)  # products of 32 x 32, 32 x 64 and 64 x 32
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

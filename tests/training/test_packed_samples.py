@@ -82,7 +82,7 @@ def test_update_with_packing_equals_update_with_padding(tmp_path, stage):
     results = []
     for packing in (False, True):
         settings = {
-            "max_steps": 1, "batch_size": 12, "learning_rate": 1e-2, "warmup": 0, "precision": "fp32",
+            "max_steps": 1, "batch_size": 12, "learning_rate": 1e-2, "warmup_steps": 0, "precision": "fp32",
             "num_evals": 1, "packing": packing,
         }  # fmt: skip
         kind, stage_settings = (Finetune(), FinetuneSettings(**settings))

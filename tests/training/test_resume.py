@@ -24,7 +24,7 @@ from tests.support.processes.fork_server import shared_server
 STEPS = 8
 SHORT = {
     "max_steps": STEPS, "batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
-    "precision": "fp32", "dropout": 0.2, "num_evals": 4, "warmup": 2, "checkpoint_interval_minutes": 0,
+    "precision": "fp32", "dropout": 0.2, "num_evals": 4, "warmup_steps": 2, "checkpoint_interval_minutes": 0,
 }  # fmt: skip
 
 
@@ -82,9 +82,9 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("more", "stop"),
-    [({}, 1), ({"ema_decay": 0.9, "num_evals": 0, "lr_schedule": "cosine"}, 5), ({"lora": {"rank": 2}}, 5),
+    [({}, 1), ({"ema_decay": 0.9, "num_evals": 0, "lr_scheduler_type": "cosine"}, 5), ({"lora": {"r": 2}}, 5),
      ({"optimizer": "adafactor"}, 5), ({"optimizer": "adamw_bnb_8bit"}, 5),
-     ({"gradient_checkpointing": True, "patience": 1}, 3),
+     ({"gradient_checkpointing": True, "early_stopping_patience": 1}, 3),
      ({"sparsify": {"start": 0, "end": 0.9}}, 5),
      ({"learned_masks": {"targets": ["heads", "width"], "learning_rate": 5.0, "warmup": 0.2}}, 5)],
 )  # fmt: skip

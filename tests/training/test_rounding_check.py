@@ -67,7 +67,7 @@ def test_training_undone_by_rounding_warns(tmp_path, rate, dtype, warns):
     folder = half(tmp_path / "model")
     out = tmp_path / "work" / "out"
     ctx = harness.make_context(out, TASK, data={"train": ROWS})
-    settings = FinetuneSettings(max_steps=2, learning_rate=rate, precision="fp32", warmup=0, dtype=dtype)
+    settings = FinetuneSettings(max_steps=2, learning_rate=rate, precision="fp32", warmup_steps=0, dtype=dtype)
     Finetune()(tiny.as_artifact(folder, TASK), settings, ctx)
     assert message_codes(ctx.warnings).count("lost-in-rounding") == warns
     before, after = (load_file(f / "model.safetensors") for f in (folder, ctx.out))
@@ -82,7 +82,7 @@ def test_merged_adapters_of_second_lora_training_are_not_checked(tmp_path):
     codes = harness.make_context(tmp_path / "q", TASK)
     Quantize()(tiny.as_artifact(half(tmp_path / "model"), TASK), QuantizeSettings(scheme="int4"), codes)
     settings = FinetuneSettings(
-        max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=0, lora={"rank": 2}
+        max_steps=2, batch_size=4, learning_rate=3e-3, precision="fp32", num_evals=0, lora={"r": 2}
     )
     first = harness.run_stage(Finetune(), settings, codes.out, tmp_path / "a", TASK, ROWS)
     second = harness.run_stage(Finetune(), settings, first.out, tmp_path / "b", TASK, ROWS)

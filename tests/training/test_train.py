@@ -147,8 +147,8 @@ def test_moving_average_replaces_weights(classifier, tmp_path):
         ctx = context(tmp_path / str(ema), "text-classification", {})
         settings = FinetuneSettings(
             max_steps=2,
-            lr_schedule="constant",
-            warmup=0,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
             precision="fp32",
             dropout=0.0,
             ema_decay=ema,
@@ -158,7 +158,7 @@ def test_moving_average_replaces_weights(classifier, tmp_path):
     first, _ = load_model(classifier.path)
     ctx = context(tmp_path / "one", "text-classification", {})
     settings = FinetuneSettings(
-        max_steps=1, lr_schedule="constant", warmup=0, precision="fp32", dropout=0.0, batch_size=2
+        max_steps=1, lr_scheduler_type="constant", warmup_steps=0, precision="fp32", dropout=0.0, batch_size=2
     )
     run_training(first, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
     decay = min(0.5, 3 / 12)

@@ -19,7 +19,7 @@ from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import causal, seq2seq, tiny
 
-PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_schedule": "constant", "warmup": 0,
+PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_scheduler_type": "constant", "warmup_steps": 0,
          "max_grad_norm": 1e9, "weight_decay": 0.0, "learning_rate": 1e-2, "max_steps": 1}  # fmt: skip
 ROWS = [EncodedSample(list(range(5, 5 + n)), None, [*range(9, 9 + n), 0]) for n in (3, 7, 12, 4)]
 
@@ -115,7 +115,7 @@ def test_distillation_with_gradient_checkpointing_has_same_weights(tmp_path):
 
 def test_patience_stops_training_without_improvement(tmp_path):
     settings = FinetuneSettings(
-        **(PLAIN | {"learning_rate": 3.0, "max_steps": 8, "num_evals": 4, "patience": 2})
+        **(PLAIN | {"learning_rate": 3.0, "max_steps": 8, "num_evals": 4, "early_stopping_patience": 2})
     )
     folder, data = tiny.write_marian(tmp_path / "m"), tiny.read_pairs(tmp_path)
     ctx = harness.run_stage(Finetune(), settings, folder, tmp_path / "work" / "out", data=data)
@@ -128,7 +128,7 @@ def test_patience_stops_training_without_improvement(tmp_path):
 @pytest.mark.quick
 def test_patience_without_evaluations_is_rejected():
     with raises_setting_codes("no-evaluation"):
-        FinetuneSettings(patience=1, num_evals=0)
+        FinetuneSettings(early_stopping_patience=1, num_evals=0)
 
 
 def test_fp16_requires_a_gpu(tmp_path):

@@ -103,7 +103,7 @@ def test_lower_bounds_exclude_remote_and_offloaded_memory():
     assert offloaded.least_device_bytes == 0 < offloaded.device_bytes
     [stack] = SIZE.stacks
     sides = sum(n + m for n, m in stack.matrices[stack.feed_forward :])  # query, key, value, output
-    lora = TrainingSettings(lora={"rank": 4, "targets": ["attention"]})
+    lora = TrainingSettings(lora={"r": 4, "targets": ["attention"]})
     assert trained_weights(lora, SIZE) == 4 * stack.layers * sides == 4 * 2 * 4 * 128
 
 

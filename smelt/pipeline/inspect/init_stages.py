@@ -164,7 +164,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
         settings = (
             f"{layer_setting}, sequence_level: {{num_beams: 5, original_ratio: 0.5, generator: whole-onnx}}"
         )
-        settings += f", {_LOGITS_LOSS}, epochs: 6, lr_schedule: cosine{select}"
+        settings += f", {_LOGITS_LOSS}, epochs: 6, lr_scheduler_type: cosine{select}"
         comment = "fewer decoder layers, which run once per generated token"
         enough = rows >= MIN_SHORTLIST_ROWS
         yield ProposedStep("distill", f"{{{settings}}}", comment, "shallow" if enough else "small", "model")
@@ -180,7 +180,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
             layer_setting = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
             yield ProposedStep("drop-layers", layer_setting, "remove the least important layers", "shallow")
         yield ProposedStep("prune", "{targets: [ffn], keep_ratio: 0.5}", "remove half of the FFN neurons")
-        settings = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, lr_schedule: cosine}"
+        settings = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, lr_scheduler_type: cosine}"
         yield ProposedStep("distill", settings, "recover the lost quality", "small")
         return
     layer_setting = f"student: {{{name}: {max(1, round(count / 3))}}}"

@@ -24,7 +24,7 @@ _SET_BY_STAGE = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
     "optimizer": "optimizer",
-    "scheduler": "lr_schedule",
+    "scheduler": "lr_scheduler_type",
     "fp16": "precision",
     "bf16": "precision",
     "torch_autocast": "precision",

@@ -380,7 +380,7 @@ def _space_stages(
         if stack is not None and not has_no_blocks and (count := counts.get(stack, 1)) > 1:
             layer_choices = _choices(max(1, round(count / 3)), max(1, round(count / 2)), count)
             settings["student"] = {stack: layer_choices}
-        settings |= _losses(info.task) | {"max_steps": updates, "lr_schedule": "cosine"}
+        settings |= _losses(info.task) | {"max_steps": updates, "lr_scheduler_type": "cosine"}
         add("distill", settings, f"{updates:,} updates on the outputs of the whole model, with fewer layers")
     if info.traits.architecture == "encoder-decoder":
         if measured.rows >= MIN_SHORTLIST_ROWS:

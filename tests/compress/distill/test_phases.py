@@ -47,7 +47,7 @@ def test_hidden_state_phase_runs_before_logits_phase(tmp_path, rows):
 
 def test_warning_names_its_phase(tmp_path, rows):
     quick = {"max_steps": 2, "num_evals": 1, "batch_size": 5, "precision": "fp32", "max_length": 4}
-    quick |= {"lr_schedule": "constant", "warmup": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
+    quick |= {"lr_scheduler_type": "constant", "warmup_steps": 0.0, "learning_rate": 1e-3, "dropout": 0.0}
     phases = [{"losses": {"hidden_states": 1}}, {"losses": {"labels": 1}, "learning_rate": 100.0}]
     settings = DistillSettings.model_validate(quick | {"student": {"decoder_layers": 1}, "phases": phases})
     ctx = harness.run_stage(

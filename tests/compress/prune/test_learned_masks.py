@@ -153,7 +153,7 @@ def test_learned_masks_after_quantize_are_rejected(rows, tmp_path):
     settings = FinetuneSettings(max_steps=2, batch_size=4, precision="fp32", learned_masks={})
     with raises_code("behind-quantize", InputError) as caught:
         harness.run_stage(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
-    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=0, lora={"rank": 2})
+    short = FinetuneSettings(max_steps=1, batch_size=4, precision="fp32", num_evals=0, lora={"r": 2})
     beside = harness.run_stage(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
     assert "QatLinear" in str(caught.value)
     with raises_code("behind-quantize", InputError) as caught:

@@ -92,7 +92,7 @@ def test_master_weights_are_not_stored_if_disabled(coded, tmp_path):
 
 
 def test_lora_training_stores_no_master_weights(first, tmp_path):
-    ctx = trained(first.out, tmp_path / "out", lora={"rank": 2})
+    ctx = trained(first.out, tmp_path / "out", lora={"r": 2})
     assert not (ctx.out / MASTER_WEIGHTS_FILE).exists()
 
 

@@ -207,7 +207,7 @@ def test_diverged_training_restores_initial_model_exactly(tmp_path, translations
     second = artifact(tmp_path / "quantized", "b", "quantize", "a", "translation")
     data = {**translations, "validation": translations["train"]}
     ctx = context(tmp_path / "trained", "translation", {"model": first, "quantized": second}, data)
-    chosen = SETTINGS | {"learning_rate": 0.5, "num_evals": 2, "max_steps": 4, "label_smoothing": 0.0}
+    chosen = SETTINGS | {"learning_rate": 0.5, "num_evals": 2, "max_steps": 4, "label_smoothing_factor": 0.0}
     Finetune()(second, FinetuneSettings(**chosen), ctx)
     came, trained = (
         load_model(folder)[0].eval() for folder in (tmp_path / "quantized", tmp_path / "trained")

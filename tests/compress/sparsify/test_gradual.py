@@ -207,7 +207,7 @@ def test_gradual_sparsity_after_quantize_is_rejected(rows, tmp_path):
     settings = FinetuneSettings(**SHORT, sparsify={})
     with raises_code("behind-quantize", InputError) as caught:
         harness.run_stage(Finetune(), settings, codes.out, tmp_path / "out", data=rows)
-    short = FinetuneSettings(**(SHORT | {"max_steps": 1, "num_evals": 0}), lora={"rank": 2})
+    short = FinetuneSettings(**(SHORT | {"max_steps": 1, "num_evals": 0}), lora={"r": 2})
     beside = harness.run_stage(Finetune(), short, codes.out, tmp_path / "lora", data=rows)
     assert "QatLinear" in str(caught.value)
     with raises_code("behind-quantize", InputError) as caught:

@@ -87,13 +87,13 @@ def test_training_keeps_zeros_and_updates_other_weights(sparse, tmp_path):
 def test_lora_keeps_zeros_and_merged_model_equals_trained_model(sparse, tmp_path):
     pytest.importorskip("peft", reason="peft (the extra lora) is not installed")
     before = products(harness.load_output_model(sparse))
-    settings = TRAIN.model_copy(update={"lora": LoraSettings(rank=2)})
+    settings = TRAIN.model_copy(update={"lora": LoraSettings(r=2)})
     ctx = every_family.run_stage(Finetune(), settings, sparse.out, "bert", tmp_path / "out")
     for name, weight in products(harness.load_output_model(ctx)).items():
         assert ((weight == 0) == (before[name] == 0)).all()
         assert not torch.equal(weight, before[name])
     model, _ = load_model(sparse.out)
-    adapters = LoraAdapters(model, LoraSettings(rank=2))
+    adapters = LoraAdapters(model, LoraSettings(r=2))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -70,7 +70,7 @@ def test_step_key_includes_master_weights_only_if_training_resumes_from_them():
         parent(**{MASTER_WEIGHTS_FILE: FileRecord(sha256=digit * 64, size_bytes=1)}) for digit in ("a", "b")
     )
     assert len({key(), key(ancestors=parents), key(ancestors=others)}) == 3
-    lora_step, graph = step(lora={"rank": 2}), step(Onnx)
+    lora_step, graph = step(lora={"r": 2}), step(Onnx)
     assert key(step_draft=lora_step, ancestors=parents) == key(step_draft=lora_step)  # codes stay as they are
     assert key(step_draft=graph, ancestors=parents) == key(step_draft=graph)
     weights = parent(**{"model.safetensors": FileRecord(sha256="a" * 64, size_bytes=1)})

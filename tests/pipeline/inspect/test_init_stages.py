@@ -86,7 +86,7 @@ def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
         metric = "bleu" if task == "translation" else "rougeL"
         assert (
             plan.step("small").settings.metric_for_best_model,
-            plan.step("small").settings.lr_schedule,
+            plan.step("small").settings.lr_scheduler_type,
         ) == (metric, "cosine")
 
 

@@ -150,7 +150,7 @@ def test_other_tasks_are_refused(folder):
     ("cnn", "factorize: {targets: embeddings}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
     ("mixer", "quantize: {scheme: int4, method: awq}"),
     ("mixer", "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}"),
-    ("mixer", "quantize: {mixed_precision: {target_bits: 5}}"), ("mixer", "finetune: {lora: {rank: 2}}"),
+    ("mixer", "quantize: {mixed_precision: {target_bits: 5}}"), ("mixer", "finetune: {lora: {r: 2}}"),
 ])  # fmt: skip
 def test_stages_that_need_blocks_are_refused(function, stage, folder):
     with raises_code("does-not-fit-model", InputError):

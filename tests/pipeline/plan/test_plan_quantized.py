@@ -149,13 +149,13 @@ def test_shortlist_works_with_row_gatherable_schemes(translator: Path, codes: st
 
 
 def test_adapters_may_follow_quantize(translator: Path) -> None:
-    plan(translator, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {rank: 4}}, onnx: {}]")
+    plan(translator, "[quantize: {scheme: bnb-nf4}, finetune: {lora: {r: 4}}, onnx: {}]")
 
 
 @pytest.mark.parametrize(("stages", "package", "release"), [
     ("[quantize: {scheme: bnb-nf4}]", "bitsandbytes", "0.48"),
     ("[quantize: {embedding_scheme: bnb-int8}]", "bitsandbytes", "0.48"),
-    ("[finetune: {lora: {rank: 4}}]", "peft", "0.18"),
+    ("[finetune: {lora: {r: 4}}]", "peft", "0.18"),
 ])  # fmt: skip
 def test_outdated_package_is_reported_by_step_that_needs_it(
     translator: Path, monkeypatch: pytest.MonkeyPatch, stages: str, package: str, release: str

@@ -46,7 +46,7 @@ def test_runtime_errors_fail_only_their_step(home):
 
 
 @pytest.mark.parametrize(("stage", "package", "there"), [
-    ("finetune: {lora: {rank: 2}}", "peft", "0.17.9"),
+    ("finetune: {lora: {r: 2}}", "peft", "0.17.9"),
     ("quantize: {scheme: bnb-nf4}", "bitsandbytes", "0.41.0"),
 ])  # fmt: skip
 def test_outdated_package_is_reported_before_run(home, monkeypatch, stage, package, there):

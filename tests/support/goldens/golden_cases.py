@@ -78,8 +78,8 @@ BINARY: dict[str, Any] = {"scheme": "binary", "group_size": 32}
 SHORTLIST: dict[str, Any] = {"candidates_per_token": 3, "frequent_tokens": 5}
 THIRD_PARTY_GRAPH = "graph"  # in place of a family: an ONNX graph that somebody else exported
 CASES: dict[str, Case] = {
-    "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing": 0.1}),
-    "finetune bert": Case("finetune", "bert", TRAINING | {"lr_schedule": "cosine", "ema_decay": 0.8}),
+    "finetune marian": Case("finetune", "marian", TRAINING | {"label_smoothing_factor": 0.1}),
+    "finetune bert": Case("finetune", "bert", TRAINING | {"lr_scheduler_type": "cosine", "ema_decay": 0.8}),
     "finetune gpt2": Case("finetune", "gpt2", TRAINING | {"gradient_accumulation_steps": 2}),
     "distill marian": Case("distill", "marian", TRAINING | LOGITS_AND_LABELS),
     "distill bert, half of its layers": Case(

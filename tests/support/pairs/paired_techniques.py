@@ -98,7 +98,7 @@ FEW_SAMPLES: dict[str, Any] = {"calibration_samples": 4}
 INTERMEDIATE_LOSSES = {"hidden_states": 1, "input_embeddings": 1, "self_attention_relations": 1}
 TECHNIQUES: dict[str, Technique] = {
     "finetune": Technique("finetune", TRAINING_SETTINGS),
-    "lora": Technique("finetune", {"lora": {"rank": 2}, **TRAINING_SETTINGS}),
+    "lora": Technique("finetune", {"lora": {"r": 2}, **TRAINING_SETTINGS}),
     "masks": Technique("finetune",
         {"learned_masks": {"learning_rate": 5, "warmup": 0.5, "multiple_of": 4}, **TRAINING_SETTINGS}, True),
     "masks-parts": Technique("finetune", {"learned_masks": {"parts": ["attention", "ffn"],

@@ -59,7 +59,7 @@ DIVIDED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "finetune": CASES["finetune"],
     "gradual zeros": (Finetune, ZEROS | SELECTED, "model"),
     "scores": (Finetune, {"sparsify": {"method": "soft-movement", "start": 0.0, "end": 0.5}}, "model"),
-    "qlora": (Finetune, {"lora": {"rank": 2}} | SELECTED, "kmeans"),
+    "qlora": (Finetune, {"lora": {"r": 2}} | SELECTED, "kmeans"),
     "phases": (Distill, PHASES, "model"),
 }
 

@@ -21,7 +21,9 @@ from smelt.training.trainer import run_training
 from tests.support import harness
 from tests.support.models import causal, classifiers, seq2seq, tiny
 
-PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+PLAIN = {
+    "precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_scheduler_type": "constant", "warmup_steps": 0,
+}  # fmt: skip
 MADE = {
     "marian": tiny.write_marian, "t5": seq2seq.write_t5, "distilbert": classifiers.distilbert,
     "roberta": classifiers.roberta, "gpt2": lambda folder: causal.write_model(folder, "gpt2"),
@@ -185,8 +187,8 @@ def steps(monkeypatch):
 ])  # fmt: skip
 def test_learning_rate_follows_warmup_and_schedule(tmp_path, steps, schedule, after, warmup):
     model = model_for("classes", tmp_path / "model")
-    settings = {"max_steps": 10, "lr_scheduler_type": schedule, "warmup_steps": warmup, "learning_rate": 0.002}
-    trained(model, rows_for("classes"), tmp_path / "a", batch_size=4, **settings)
+    settings = {"max_steps": 10, "lr_scheduler_type": schedule, "learning_rate": 0.002}
+    trained(model, rows_for("classes"), tmp_path / "a", batch_size=4, warmup_steps=warmup, **settings)
     expected = [0.002 * (step / 4 if step < 4 else after((step - 4) / 6)) for step in range(10)]
     assert [rate for rate, _ in steps] == pytest.approx(expected, abs=1e-9)
 

@@ -67,7 +67,9 @@ def test_training_undone_by_rounding_warns(tmp_path, rate, dtype, warns):
     folder = half(tmp_path / "model")
     out = tmp_path / "work" / "out"
     ctx = harness.make_context(out, TASK, data={"train": ROWS})
-    settings = FinetuneSettings(max_steps=2, learning_rate=rate, precision="fp32", warmup_steps=0, dtype=dtype)
+    settings = FinetuneSettings(
+        max_steps=2, learning_rate=rate, precision="fp32", warmup_steps=0, dtype=dtype
+    )
     Finetune()(tiny.as_artifact(folder, TASK), settings, ctx)
     assert message_codes(ctx.warnings).count("lost-in-rounding") == warns
     before, after = (load_file(f / "model.safetensors") for f in (folder, ctx.out))

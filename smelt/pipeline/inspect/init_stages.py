@@ -180,7 +180,8 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
             layer_setting = f"{{{name}: {min(count - 1, round(0.8 * count))}}}"
             yield ProposedStep("drop-layers", layer_setting, "remove the least important layers", "shallow")
         yield ProposedStep("prune", "{targets: [ffn], keep_ratio: 0.5}", "remove half of the FFN neurons")
-        settings = "{losses: {logits: 0.5, labels: 0.5}, temperature: 2.0, epochs: 1, lr_scheduler_type: cosine}"
+        losses = "losses: {logits: 0.5, labels: 0.5}, temperature: 2.0"
+        settings = f"{{{losses}, epochs: 1, lr_scheduler_type: cosine}}"
         yield ProposedStep("distill", settings, "recover the lost quality", "small")
         return
     layer_setting = f"student: {{{name}: {max(1, round(count / 3))}}}"

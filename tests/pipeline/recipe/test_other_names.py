@@ -21,7 +21,8 @@ from tests.support.expected_errors import raises_code
     ("finetune", "lora_alpha", "lora"), ("finetune", "target_modules", "lora"), ("distill", "r", "lora"),
     # llm-compressor, GPTQModel, AutoAWQ
     ("quantize", "desc_act", "act_order"), ("quantize", "ignore", "exclude"), ("quantize", "bits", "scheme"),
-    ("quantize", "num_calibration_samples", "calibration_samples"), ("quantize", "q_group_size", "group_size"),
+    ("quantize", "num_calibration_samples", "calibration_samples"),
+    ("quantize", "q_group_size", "group_size"),
     ("quantize", "smoothing_strength", "smoothquant_alpha"), ("sparsify", "mask_structure", "pattern"),
     ("quantize", "w_bit", "scheme"), ("quantize", "iters", "iterations"),
     # NNCF, ONNX Runtime, Olive, TensorRT
@@ -30,8 +31,9 @@ from tests.support.expected_errors import raises_code
     ("onnx", "target_opset", "opset"), ("tensorrt", "builder_optimization_level", "optimization_level"),
     ("tensorrt", "max_workspace_size", "workspace_mib"),
     # torch-pruning and others
-    ("prune", "pruning_ratio", "keep_ratio"), ("prune", "ratio", "keep_ratio"), ("sparsify", "amount", "sparsity"),
-    ("sparsify", "target_sparsity", "sparsity"), ("distill", "alpha", "losses"),
+    ("prune", "pruning_ratio", "keep_ratio"), ("prune", "ratio", "keep_ratio"),
+    ("sparsify", "amount", "sparsity"), ("sparsify", "target_sparsity", "sparsity"),
+    ("distill", "alpha", "losses"),
 ])  # fmt: skip
 def test_setting_names_of_other_tools_suggest_own_names(stage: str, other_name: str, here: str) -> None:
     kind: type[Settings] = load_stage(stage).settings_type

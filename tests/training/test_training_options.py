@@ -20,7 +20,8 @@ from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.models import causal, seq2seq, tiny
 
 PLAIN = {"precision": "fp32", "dropout": 0.0, "num_evals": 0, "lr_scheduler_type": "constant",
-         "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.0, "learning_rate": 1e-2, "max_steps": 1}  # fmt: skip
+         "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.0, "learning_rate": 1e-2,
+         "max_steps": 1}  # fmt: skip
 ROWS = [EncodedSample(list(range(5, 5 + n)), None, [*range(9, 9 + n), 0]) for n in (3, 7, 12, 4)]
 
 

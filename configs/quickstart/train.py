@@ -166,7 +166,7 @@ def batch_loss(model: MarianMTModel, batch: Batch, pad: int) -> tuple[Tensor, fl
     loss = nn.functional.cross_entropy(
         output.logits.flatten(0, 1),
         batch.target.masked_fill(batch.target.eq(pad), -100).flatten(),
-        label_smoothing_factor=0.1,
+        label_smoothing=0.1,
     )
     states = output.encoder_last_hidden_state.detach()[batch.source.ne(pad)]
     return loss, float(states.var(0).mean() / states.square().mean())

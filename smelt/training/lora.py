@@ -268,9 +268,7 @@ class LoraAdapters:
             for out_features, columns in shapes.values()
         )
         rank_hint = (
-            f". Set r below {max_rank} to make every adapter smaller than its layer"
-            if max_rank > 1
-            else ""
+            f". Set r below {max_rank} to make every adapter smaller than its layer" if max_rank > 1 else ""
         )
         return [
             warning(

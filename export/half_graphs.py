@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from smelt.export.convert_to_half import convert_to_half
+from smelt.export.cuda_kernels import nodes_without_bf16_kernel
 from smelt.export.fp16_range import FP16_MAX, nodes_outside_fp16
 from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
@@ -360,11 +361,6 @@ def overflow_samples(parent: Any, folder: Path, ctx: Context) -> list[TorchRefer
     return [run_as_deployed(parent, sub_batch) for sub_batch in split_batch(batch)]
 
 
-# Operators of the exported graphs without a bfloat16 kernel in ONNX Runtime's CUDA provider:
-# https://github.com/microsoft/onnxruntime/blob/main/docs/OperatorKernels.md
-NO_BF16_ON_CUDA = frozenset({"ReduceL2", "Clip", "Log"})
-
-
 def convert_graphs_to_half(
     graphs: Sequence[GraphSpec],
     homes: Mapping[str, Mapping[str, str]],
@@ -394,9 +390,9 @@ def convert_graphs_to_half(
         selection = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name))
         # ONNX Runtime's caches are numpy arrays, which have no bf16
         all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
-        unsupported_ops = NO_BF16_ON_CUDA if dtype == "bf16" and target == "ort-cuda" else frozenset[str]()
-        nodes = {*selection.nodes, *(n.output[0] for n in model.graph.node if n.op_type in unsupported_ops)}
-        nodes |= nodes_outside_fp16(model) if dtype == "fp16" else set()
+        nodes = selection.nodes | (nodes_outside_fp16(model) if dtype == "fp16" else set())
+        if dtype == "bf16" and target == "ort-cuda":
+            nodes |= nodes_without_bf16_kernel(model)
         convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, selection, all_caches))
         write_graph(model, path)
         selections[graph.name] = selection

@@ -121,7 +121,9 @@ def matmul_nbits(
         float32 [..., N].
     """
     wide_scales = widen_scales(scales) if scales.dtype == torch.float16 else scales
-    inputs = [x, codes, wide_scales, zeros, None, bias]
+    # on CUDA only some of the operator's kernels add a bias
+    fused_bias = None if export_target() == "ort-cuda" else bias
+    inputs = [x, codes, wide_scales, zeros, None, fused_bias]
     while inputs[-1] is None:
         inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
@@ -138,7 +140,7 @@ def matmul_nbits(
         shape=(*x.shape[:-1], layout.outputs),
         version=1,
     )
-    return out
+    return out if bias is fused_bias else out + bias
 
 
 def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layout: NBitsLayout) -> Tensor:

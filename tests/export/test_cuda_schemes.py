@@ -19,7 +19,7 @@ _BIAS = 6  # inputs of a MatMulNBits with a bias
 
 
 def export(scheme, dtype, tmp_path):
-    """Quantize and export a Qwen2 of one layer, whose projections have biases; return the file and the context of the export."""
+    """Quantize and export a Qwen2 of one layer, which has biases; return its file and context."""
     source = causal.write_model(tmp_path / "model", "qwen2", num_hidden_layers=1)
     # the scheme of embeddings that goes with binary weights is refused
     tables = {"embedding_scheme": scheme} if SCHEMES[scheme].embedding_scheme else {}

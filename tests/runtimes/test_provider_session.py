@@ -100,7 +100,7 @@ def test_providers_are_ordered_with_caches_in_the_user_folder(
     assert PROVIDER in str(caught.value)
 
 
-def test_second_process_gives_both_providers_its_own_gpu(
+def test_second_process_uses_its_own_gpu_in_both_providers(
     graph: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process of several on a machine has a GPU of its own."""

@@ -350,11 +350,14 @@ def scheme_table() -> str:
 
 def _restricted_schemes() -> str:
     """Return sentences about schemes that a runtime supports only with certain options."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for scheme in SCHEMES.values():
+        for target, only in scheme.required_options.items():
+            needed = " and ".join(format_option(*option) for option in only.items())
+            names.setdefault((target, needed), []).append(scheme.name)
     sentences = [
-        f" For {target}, {scheme.name} needs"
-        f" {' and '.join(format_option(*option) for option in only.items())}."
-        for scheme in SCHEMES.values()
-        for target, only in scheme.required_options.items()
+        f" For {target}, {', '.join(schemes)} need{'s' if len(schemes) == 1 else ''} {needed}."
+        for (target, needed), schemes in names.items()
     ]
     return "".join(sentences).replace("`", "")
 

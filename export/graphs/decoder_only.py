@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from smelt.core.messages import Message, warning
 from smelt.export.graphs.attention import (
     MASK_VALUE,
-    AttentionHeads,
     AttentionModule,
     KeyValue,
     SequencePositions,
@@ -42,6 +41,7 @@ from smelt.export.graphs.attention import (
 from smelt.export.settings import supports_gqa
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.quantization import emit
+from smelt.quantization.emit import AttentionHeads
 
 
 @dataclass
@@ -158,7 +158,8 @@ def _attend(
         )
     else:
         query, key, value = _normalize_qk(attention, attention.project_qkv(hidden_states))
-        out, *present = _standard_attention(
+        attend = _fused_attention if emit.emits_fused_operators() else _standard_attention
+        out, *present = attend(
             query,
             key,
             value,
@@ -200,6 +201,17 @@ def _attention_bias(attention: AttentionModule, scope: CausalScope) -> Tensor:
     if attention.window is None:
         return scope.bias
     return _clamp_bias(scope.bias + (scope.distance >= attention.window).to(scope.bias.dtype) * MASK_VALUE)
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, past: KeyValue, bias: Tensor,
+    *, heads: AttentionHeads, rotary: KeyValue | None, positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if rotary is not None:
+        query = emit.rotary_embedding(query, *rotary, positions, heads.query_heads)
+        key = emit.rotary_embedding(key, *rotary, positions, heads.kv_heads)
+    out, keys, values = emit.standard_attention(query, key, value, bias, past, heads)
+    return out, keys, values
 
 
 def _standard_attention(

@@ -33,6 +33,7 @@ from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference, widen_to_float32
 from smelt.generation.backend import PAST_PREFIX
 from smelt.generation.generating_runners import position_ids
+from smelt.quantization.groupwise import MATMUL_NBITS
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
@@ -41,6 +42,7 @@ from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
+_NBITS_BIAS = 5  # the input of MatMulNBits
 _TEST_ROWS = 8
 _WEIGHTS_AT_ONCE = 2**28
 # of an output's largest value. Kernels of some processors keep scales in 16 bits; the scales of the file
@@ -73,7 +75,9 @@ class _QuantizedNode:
     @property
     def bias(self) -> Tensor | None:
         """The bias of the node; for some schemes a separate node adds it."""
-        return None if self.node.op_type in _WITHOUT_BIAS else self.layer.bias
+        node = self.node
+        separate = node.op_type == MATMUL_NBITS and len(node.input) <= _NBITS_BIAS
+        return None if separate or node.op_type in _WITHOUT_BIAS else self.layer.bias
 
 
 def check_operators(graph: str, model: Any, module: nn.Module, path: Path, threads: int | None) -> int:

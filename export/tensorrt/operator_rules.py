@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
 from smelt.export.tensorrt.value_rules import (
+    NVIDIA_DOMAIN,
+    NVIDIA_OPS,
+    QDQ_OPS,
     TENSORRT_REEXPORT_HINT,
     CheckedGraph,
     ProblemSeverity,
@@ -90,7 +93,7 @@ def no_outputs(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def foreign_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find operators outside of the standard: ONNX Runtime's, custom ones, plugins."""
     for node in graph.nodes:
-        if not normalized_domain(node.domain) or _has_standard_name(node):
+        if not normalized_domain(node.domain) or _has_standard_name(node) or _is_nvidia_op(node):
             continue
         name = f"{node.domain}::{node.op_type}"
         # NVIDIA's plugins are among them: they exist if the plugin library is loaded
@@ -109,12 +112,16 @@ def foreign_operators(graph: CheckedGraph) -> Iterator[RuleFinding]:
 def foreign_namesakes(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find third-party operators with the name of a standard one: the parser checks only the name."""
     for node in graph.nodes:
-        if normalized_domain(node.domain) and _has_standard_name(node):
+        if normalized_domain(node.domain) and _has_standard_name(node) and not _is_nvidia_op(node):
             name = f"{node.domain}::{node.op_type}"
             yield RuleFinding(
                 f"node '{node.name}'",
                 f"{name} is not the standard {node.op_type}, but TensorRT silently reads it as such.",
             )
+
+
+def _is_nvidia_op(node: Any) -> bool:
+    return node.domain == NVIDIA_DOMAIN and node.op_type in NVIDIA_OPS
 
 
 def _has_standard_name(node: Any) -> bool:
@@ -208,7 +215,6 @@ def data_dependent_shapes(graph: CheckedGraph) -> Iterator[RuleFinding]:
         )
 
 
-_QDQ_OPS = ("QuantizeLinear", "DequantizeLinear")
 # names in onnx.TensorProto
 _SUPPORTED_TYPES = ("INT8", "UINT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1")
 # NVIDIA's TensorRT documentation, "Quantization Schemes"
@@ -223,7 +229,7 @@ def quantized_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     from onnx import TensorProto
 
     fits = [TensorProto.DataType.Value(name) for name in _SUPPORTED_TYPES]
-    for node in graph.nodes_of_type(*_QDQ_OPS):
+    for node in graph.nodes_of_type(*QDQ_OPS):
         kind = _quantized_type(node, graph)
         if kind and type_name(kind) == "int32":
             yield RuleFinding(
@@ -238,7 +244,7 @@ def quantized_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
 def unsigned_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find uint8 values with zero point 0: TensorRT reads them as int8, and values above 127 are clipped."""
-    for node in graph.nodes_of_type(*_QDQ_OPS):
+    for node in graph.nodes_of_type(*QDQ_OPS):
         if type_name(_quantized_type(node, graph)) == "uint8":
             yield RuleFinding(
                 node_location(node), "uint8 values; TensorRT requires int8 and reads them as int8."
@@ -247,7 +253,7 @@ def unsigned_types(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
 def zero_points(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find zero points other than 0: asymmetric quantization."""
-    for node in graph.nodes_of_type(*_QDQ_OPS):
+    for node in graph.nodes_of_type(*QDQ_OPS):
         zero = graph.constant_value(input_name(node, 2))
         if zero is not None and zero.astype("float64").any():
             yield RuleFinding(
@@ -258,7 +264,7 @@ def zero_points(graph: CheckedGraph) -> Iterator[RuleFinding]:
 
 def non_positive_scales(graph: CheckedGraph) -> Iterator[RuleFinding]:
     """Find scales that are not positive."""
-    for node in graph.nodes_of_type(*_QDQ_OPS):
+    for node in graph.nodes_of_type(*QDQ_OPS):
         scale = graph.constant_value(input_name(node, 1))
         if scale is not None and not (scale.astype("float64") > 0).all():
             yield RuleFinding(node_location(node), "a scale that is not positive.")
@@ -316,7 +322,7 @@ def constants_without_scale(graph: CheckedGraph) -> Iterator[RuleFinding]:
     from onnx import TensorProto
 
     for node in graph.nodes_of_type():
-        if node.op_type in _QDQ_OPS:
+        if node.op_type in QDQ_OPS:
             continue
         for name in node.input:
             tensor = graph.constants.get(name)

@@ -16,6 +16,15 @@ from smelt.core.errors import RunError
 from smelt.core.messages import Message
 from smelt.runtimes.graph_walk import normalized_domain
 
+QDQ_OPS = ("QuantizeLinear", "DequantizeLinear")
+# the domain in which NVIDIA's Model Optimizer writes quantization, and the operators that TensorRT's parser
+# knows by these names; the first two as in ONNX
+NVIDIA_DOMAIN = "trt"
+NVIDIA_OPS = frozenset({
+    *QDQ_OPS, "TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear", "TRT_INT4QuantizeLinear",
+    "TRT_INT4DequantizeLinear", "TRT_MXFP8QuantizeLinear", "TRT_MXFP8DequantizeLinear",
+    "TRT_MXFP8DynamicQuantize", "TRT_FP4DynamicQuantize",
+})  # fmt: skip
 _FLOATS = frozenset({"float", "float16", "bfloat16", "double"})
 TENSORRT_REEXPORT_HINT = "Export again with onnx: {target: tensorrt}."
 ProblemSeverity = Literal["error", "warning"]
@@ -79,7 +88,10 @@ class CheckedGraph:
     def nodes_of_type(self, *operators: str) -> Iterator[Any]:
         """Yield the standard nodes of these operators; of all operators if none is named."""
         for node in self.nodes:
-            if not normalized_domain(node.domain) and (not operators or node.op_type in operators):
+            is_standard = not normalized_domain(node.domain) or (
+                node.domain == NVIDIA_DOMAIN and node.op_type in QDQ_OPS
+            )
+            if is_standard and (not operators or node.op_type in operators):
                 yield node
 
     def element_type(self, name: str) -> int:

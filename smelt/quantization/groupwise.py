@@ -21,7 +21,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.quantization.scheme import MatrixUse, PackedMatrix, Scheme, SchemeOption, SchemeOptions
+from smelt.quantization.scheme import (
+    MatrixUse,
+    OptionValue,
+    PackedMatrix,
+    Scheme,
+    SchemeOption,
+    SchemeOptions,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +65,16 @@ _WHY = "it multiplies packed weights (MatMulNBits)"
 # OpenVINO 2026.4 loads MatMulNBits, but has no accuracy level: it multiplies float32 activations, which
 # saves no time, or rounds them by its own option
 _OPENVINO = "it multiplies packed weights with int8 blocks of activations (MatMulNBits)"
-NBITS_UNSUPPORTED_TARGETS = {"ort-cuda": _WHY, "tensorrt": _WHY, "openvino": _OPENVINO}
+NBITS_UNSUPPORTED_TARGETS = {"tensorrt": _WHY, "openvino": _OPENVINO}
 # for codes of 4 and 8 bits, which OpenVINO reads in another form (`emit.blockwise_linear`)
 BLOCKWISE_UNSUPPORTED_TARGETS = {
-    "ort-cuda": _WHY,
     "tensorrt": "TensorRT supports blockwise scales for 4-bit weights, and one scale per row for 8-bit ones",
 }
 BLOCKWISE_MIN_OPSET = {"openvino": 21}
 FLOAT16_SCALES = "half_scales"
+CUDA_TARGET = "ort-cuda"
+# The CUDA provider's MatMulNBits ignores the accuracy level: activations stay float.
+CUDA_OPTIONS = {ACCURACY_LEVEL.name: (0,)}
 
 
 def group_size(options: SchemeOptions) -> int:
@@ -121,6 +130,10 @@ class GroupwiseScheme(Scheme):
     """A scheme with one scale per group of inputs, exported to MatMulNBits."""
 
     unsupported_targets: ClassVar[Mapping[str, str]] = NBITS_UNSUPPORTED_TARGETS
+    required_options: ClassVar[Mapping[str, Mapping[str, tuple[OptionValue, ...]]]] = {
+        CUDA_TARGET: CUDA_OPTIONS
+    }
+    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {CUDA_TARGET: ("fp16",)}
     operators: ClassVar[tuple[str, ...]] = (MATMUL_NBITS,)
 
     def group_size(self, width: int, options: SchemeOptions) -> int:

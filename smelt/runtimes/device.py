@@ -21,6 +21,7 @@ from functools import cache
 from typing import Literal, cast
 
 from smelt.core.errors import DeviceWarning, InputError, MissingDependencyError
+from smelt.core.process_group import is_distributed
 from smelt.core.system import child_environment, python_command
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -117,6 +118,11 @@ def onnx_device(requested: str, target: str | None) -> DeviceType:
     if requested == "cuda":
         raise MissingDependencyError(NO_ORT_CUDA, code="no-cuda-provider")
     return "cpu"
+
+
+def gpu_index() -> int:
+    """Return the GPU of this process: of several processes on a machine each has one of its own."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if is_distributed() else 0
 
 
 @cache

@@ -40,7 +40,7 @@ from smelt.generation.backend import (
     past_input_name,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
-from smelt.runtimes.device import onnx_device
+from smelt.runtimes.device import gpu_index, onnx_device
 from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
@@ -153,6 +153,7 @@ class OnnxBackend:
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
+        self._device_id = gpu_index() if self.device == "cuda" else 0
         self._opens = opener or partial(open_onnx_session, device=self.device, tf32=tf32)
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
@@ -357,7 +358,7 @@ class OnnxBackend:
         for name, values in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         for name in self._once:
-            binding.bind_output(name, self.device)
+            binding.bind_output(name, self.device, self._device_id)
         session.run_with_iobinding(binding)
         return {past_input_name(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
 
@@ -395,7 +396,7 @@ class OnnxBackend:
         # outputs are bound again: they grow, and the last outputs are now inputs
         binding.bind_output("logits", "cpu")
         for name in () if self._in_place else self._present:
-            binding.bind_output(name, self.device)
+            binding.bind_output(name, self.device, self._device_id)
         self._session(self._graphs.main.name).run_with_iobinding(binding)
         return binding.get_outputs()
 
@@ -427,7 +428,8 @@ class OnnxBackend:
         return self._to_ortvalue(gather_rows(value.numpy(), rows))
 
     def _to_ortvalue(self, array: NDArray[Any]) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device)
+        values = np.ascontiguousarray(array)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(values, self.device, self._device_id)
 
     def _session(self, graph: str) -> Any:
         """Return the session of a graph, opened now if not yet open."""

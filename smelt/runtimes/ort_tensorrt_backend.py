@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import json_hash, load_json, write_atomically
 from smelt.generation.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
-from smelt.runtimes.device import list_cuda_gpus
+from smelt.runtimes.device import gpu_index, list_cuda_gpus
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart
 from smelt.runtimes.onnx_session import FLOAT_ACTIVATIONS_OPTION, REEXPORT_HINT, cuda_provider_config
@@ -221,8 +221,9 @@ def open_provider_session(path: Path, provider_options: ProviderOptions, threads
     if threads is not None:
         options.intra_op_num_threads = threads
     _load_libraries()
+    trt_options = with_cache_options(provider_options.options, folder, path.stem)
     providers: list[Any] = [
-        (PROVIDER, with_cache_options(provider_options.options, folder, path.stem)), cuda_provider_config(),
+        (PROVIDER, trt_options | {"device_id": str(gpu_index())}), cuda_provider_config(),
         "CPUExecutionProvider",
     ]  # fmt: skip
     return _create_session(path, options, providers)

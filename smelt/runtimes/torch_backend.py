@@ -40,8 +40,8 @@ class TorchDecodeState:
 class TorchBackend(NoGenerationGraphs):
     """A `Backend` over a model in float32, on the CPU or a CUDA device.
 
-    Quantized layers compute as the CPU's runtime does, so a model with any runs on the CPU. A causal model in
-    16 bits whose float32 weights do not fit into memory stays in its file (`load_model`).
+    Quantized layers compute as the CPU's runtime does, on either device. A causal model in 16 bits whose
+    float32 weights do not fit into memory stays in its file (`load_model`).
     """
 
     name = "torch"
@@ -64,10 +64,10 @@ class TorchBackend(NoGenerationGraphs):
         fits_memory = torch_device(device) != "cpu" or widened_bytes(folder) <= available_bytes()
         self.model, edits = load_model(folder, widen=fits_memory or not causal)
         self._types = uses_token_types(self.model.config.to_dict())
-        quantized = any(edit["op"] == "quantize" for edit in edits)
-        self.device = "cpu" if quantized else torch_device(device)
-        if quantized:  # half: other models may run in this process too
-            limit_weight_cache(self.model, available_bytes() // 2)
+        self.device = torch_device(device)
+        if any(edit["op"] == "quantize" for edit in edits):  # half: other models may run in this process too
+            free_bytes = torch.cuda.mem_get_info()[0] if self.device == "cuda" else available_bytes()
+            limit_weight_cache(self.model, free_bytes // 2)
         self.model.to(self.device)
         if self.device == "cuda":  # as ONNX Runtime computes: float32 is float32, also in convolutions
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

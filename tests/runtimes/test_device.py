@@ -123,7 +123,10 @@ def test_tf32_is_used_only_if_requested(monkeypatch, tmp_path, tf32):
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     open_onnx_session(tmp_path / "model.onnx", device="cuda", **({"tf32": True} if tf32 else {}))
-    assert settings["providers"][0] == ("CUDAExecutionProvider", {"use_tf32": "1" if tf32 else "0"})
+    assert settings["providers"][0] == (
+        "CUDAExecutionProvider",
+        {"use_tf32": "1" if tf32 else "0", "device_id": "0"},
+    )
 
 
 def test_session_that_lost_its_provider_is_an_error(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from smelt.core.errors import InputError, MissingDependencyError
-from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes import device, ort_tensorrt_backend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, engine_key, open_provider_session
 from smelt.runtimes.ort_tensorrt_provider import PROVIDER
 from smelt.runtimes.tensorrt_engine import graph_hash
@@ -80,7 +80,8 @@ def test_providers_are_ordered_with_caches_in_the_user_folder(
     open_provider_session(graph, provider_options(graph, trt_timing_cache_enable="True"))
     ((path, [(name, options), *others], fallback),) = sessions
     assert (path, name, fallback) == (str(graph), PROVIDER, 0)
-    assert others == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+    assert others == [("CUDAExecutionProvider", {"use_tf32": "0", "device_id": "0"}), "CPUExecutionProvider"]
+    assert options["device_id"] == "0"
     folder = Path(options["trt_engine_cache_path"])
     assert folder.parent == tmp_path / "cache" / "smelt" / "ort-tensorrt"
     assert (folder / "made_for.json").is_file()
@@ -97,3 +98,21 @@ def test_providers_are_ordered_with_caches_in_the_user_folder(
     with raises_code("not-installed", MissingDependencyError) as caught:
         open_provider_session(graph, provider_options(graph))
     assert PROVIDER in str(caught.value)
+
+
+def test_second_process_uses_its_own_gpu_in_both_providers(
+    graph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of several on a machine has a GPU of its own."""
+    seen: list[Any] = []
+
+    def make(path: str, options: Any, providers: Any, enable_fallback: int) -> Any:
+        seen.extend(providers)
+        return SimpleNamespace(get_providers=lambda: [PROVIDER])
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(device, "is_distributed", lambda: True)
+    monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "InferenceSession", make)
+    monkeypatch.setattr(ort_tensorrt_backend.onnxruntime, "get_available_providers", lambda: [PROVIDER])
+    open_provider_session(graph, provider_options(graph))
+    assert [options["device_id"] for _, options in seen[:2]] == ["1", "1"]

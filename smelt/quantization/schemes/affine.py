@@ -422,9 +422,13 @@ class Int4(AffineGroupwise):
         "ort-tensorrt": "ONNX Runtime 1.31 has no option to enable 4-bit weights in TensorRT 10",
     }
     required_options: ClassVar[Mapping[str, Mapping[str, tuple[OptionValue, ...]]]] = {
-        SIGNED_INT4_TARGET: SIGNED_INT4_OPTIONS
+        **parts.GroupwiseScheme.required_options,
+        SIGNED_INT4_TARGET: SIGNED_INT4_OPTIONS,
     }
-    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {SIGNED_INT4_TARGET: ("fp16",)}
+    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **parts.GroupwiseScheme.supported_dtypes,
+        SIGNED_INT4_TARGET: ("fp16",),
+    }
     min_opset: ClassVar[Mapping[str, int]] = {**BLOCKWISE_MIN_OPSET, SIGNED_INT4_TARGET: 21}
     exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
     # 0.006 to 0.018 was measured on four families

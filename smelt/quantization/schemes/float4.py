@@ -9,6 +9,7 @@ Shapes: N = outputs (rows), K = inputs (columns), g = group size, G = ceil(K / g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +43,8 @@ class FourBitTable(parts.GroupwiseScheme):
     units: ClassVar[int]
     table_name: ClassVar[str]
     scale_dtype: ClassVar[str]
+    # float16 cannot hold a part of the least scale
+    supported_dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     # activations are rounded as in int4
     tolerance: ClassVar[float] = 0.04
     embedding_tolerance: ClassVar[float] = 0.04

@@ -323,9 +323,10 @@ def int8_matmul(x: Tensor, codes: Tensor) -> Tensor:
     import torch
     from torch.nn import functional as F
 
-    if is_int8_matmul_exact() and x.shape[1] > 1:  # with one column torch 2.13 returns unset memory
+    # with one column torch 2.13 returns unset memory; on CUDA it refuses 16 rows or fewer, and odd widths
+    if not x.is_cuda and is_int8_matmul_exact() and x.shape[1] > 1:
         return torch._int_mm(x, codes.t())
-    sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32)
+    sums = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32, device=x.device)
     for start in range(0, x.shape[1], _EXACT_TERMS):
         columns = slice(start, start + _EXACT_TERMS)
         sums += F.linear(x[:, columns].float(), codes[:, columns].float()).to(torch.int32)

@@ -41,10 +41,10 @@ def test_stage_quantizes_all_layers_and_reports_padding(marian, tmp_path):
     assert (edits[0]["group_size"], edits[0]["symmetric"], edits[0]["accuracy_level"]) == (64, False, 4)
 
 
-def test_targets_without_matmul_nbits_are_rejected(marian, tmp_path):
+def test_targets_that_need_other_options_are_rejected(marian, tmp_path):
     quantized(marian, tmp_path / "out")
     for target, code, hint in (
-        ("ort-cuda", "unsupported-scheme", "MatMulNBits"),
+        ("ort-cuda", "unsupported-scheme-options", "`accuracy_level: 0`"),
         ("tensorrt", "unsupported-scheme-options", "`symmetric: positive` and `accuracy_level: 0`"),
     ):
         with raises_code(code, InputError) as caught:

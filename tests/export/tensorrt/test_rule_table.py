@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.core.errors import RunError
 from smelt.export.tensorrt.operator_rules import _INTEGER_OPS, OUTCOMES, RULES, UNSUPPORTED_OPS
 from smelt.export.tensorrt.preflight import load_graph, preflight
+from smelt.export.tensorrt.value_rules import NVIDIA_OPS
 from tests.support.expected_errors import raises_code
 from tests.support.processes import tensorrt_rig
 
@@ -276,6 +277,14 @@ FINE = {
         inputs=[value("x", INT64, ["batch"])]),
     "a power of an integer": graph(node("Pow", "x k"), {"k": np.int64(2)}),
     "int64 arithmetic": graph(node("Div", "x x"), kind=INT64),
+    "fp8 of Model Optimizer": graph(
+        [node("TRT_FP8QuantizeLinear", "x s", "q", domain="trt"),
+         node("TRT_FP8DequantizeLinear", "q s", "d", domain="trt"), node("MatMul", "d w")],
+        {"s": np.float16(0.1), "w": W.astype(np.float16)}, HALF, domain="trt"),
+    "4 bits of Model Optimizer": graph(
+        [node("DequantizeLinear", "c s", "d", domain="trt", axis=0, block_size=64), node("MatMul", "x d")],
+        {"c": nibbles((64, 64)), "s": np.ones((1, 64), np.float16)}, HALF,
+        inputs=[value("x", HALF, ("batch", 64))], domain="trt"),
     "uint8 at the door": graph(node("Cast", "x", to=FLOAT), inputs=[value("x", TensorProto.UINT8)]),
 }  # fmt: skip
 _PARTS = {
@@ -349,6 +358,35 @@ def test_unsupported_operators_equal_rule_table() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout.splitlines()[-1])) == UNSUPPORTED_OPS | _INTEGER_OPS
+
+
+def test_operators_of_model_optimizer_are_known_to_the_parser() -> None:
+    code = (
+        "import json, sys, tensorrt as t\n"
+        "log = t.Logger(t.Logger.ERROR); parser = t.OnnxParser(t.Builder(log).create_network(0), log)\n"
+        "print(json.dumps([n for n in sys.argv[1:] if not parser.supports_operator(n)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *NVIDIA_OPS, "TRT_Nothing"],
+        env=tensorrt_rig.rig_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == ["TRT_Nothing"]
+
+
+def test_other_operators_of_nvidias_domain_are_foreign(tmp_path: Path) -> None:
+    for name, rule in (("TRT_Nothing", "foreign-operator"), ("Relu", "foreign-namesake")):
+        problems = found(graph(node(name, "x", domain="trt"), domain="trt"), tmp_path)
+        assert rule in {problem.rule for problem in problems}
+
+
+def test_zero_points_of_nvidias_domain_are_checked(tmp_path: Path) -> None:
+    nodes = [node("DequantizeLinear", "c s z", "w", domain="trt", axis=1), node("MatMul", "x w")]
+    weights = {"c": np.ones((4, 4), np.int8), "s": np.ones(4, np.float32), "z": np.ones(4, np.int8)}
+    problems = found(graph(nodes, weights, domain="trt"), tmp_path)
+    assert "zero-point" in {problem.rule for problem in problems}
 
 
 @pytest.mark.parametrize("location", ["../weights", "/etc/passwd"])

@@ -44,10 +44,10 @@ def test_unsupported_layer_scheme_suggests_changing_it(translator: Path, codes: 
     assert error.message.endswith(way)
 
 
-def test_target_without_schemes_suggests_no_scheme(translator: Path) -> None:
+def test_scheme_that_runs_only_with_an_option_names_it(translator: Path) -> None:
     [error] = plan_errors(translator, "[quantize: {scheme: int4}, onnx: {target: ort-cuda}]")
-    assert message_locations([error]) == [("unsupported-scheme", "stages[1].onnx.target", 4)]
-    assert error.message.endswith("target: ort-cpu or tensorrt or openvino.")
+    assert message_locations([error]) == [("unsupported-options", "stages[1].onnx.target", 4)]
+    assert "accuracy_level: 0" in error.message
 
 
 def test_every_target_has_a_name() -> None:

@@ -88,7 +88,7 @@ def test_bits_per_weight_include_scales_and_zero_points(scheme, options, bits):
 
 def test_several_schemes_run_where_each_of_them_runs():
     assert supported_targets([]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino", *GRAPH_TARGETS]
-    assert supported_targets([find_scheme("int4"), find_scheme("binary")]) == ["ort-cpu"]
+    assert supported_targets([find_scheme("int4"), find_scheme("binary")]) == ["ort-cpu", "ort-cuda"]
     assert supported_targets([find_scheme("int8-static")]) == [
         "ort-cpu",
         "tensorrt",
@@ -99,7 +99,7 @@ def test_several_schemes_run_where_each_of_them_runs():
 
 def test_tensorrt_runs_4_bits_only_with_some_options():
     int4, fine = find_scheme("int4"), {"group_size": 64, "symmetric": "positive", "accuracy_level": 0}
-    assert supported_targets([int4]) == ["ort-cpu", "tensorrt", "openvino"]
+    assert supported_targets([int4]) == ["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
     int4_targets, groupwise = int4.unsupported_targets, find_scheme("int8-groupwise")
     assert "tensorrt" not in int4_targets
     assert unsupported_reason(int4, "ort-tensorrt") == int4_targets["ort-tensorrt"]

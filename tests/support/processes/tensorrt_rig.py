@@ -14,15 +14,14 @@ only makes the rig.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes.rig_folder import NoRigError, install, make_rig, rig_base
 
 PACKAGES = ("tensorrt-cu13-bindings==11.4.0.106", "onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0")
 LIBRARIES = "onnxruntime_ep_nv_tensorrt_rtx"
@@ -35,11 +34,6 @@ STUB = "int initLibNvInferPlugins(void* logger, const char* name) { return 1; }\
 PACKAGE = "from tensorrt_bindings import *\nfrom tensorrt_bindings import __version__\n"
 # Raised whenever the folder is put together in another way.
 _LAYOUT = 1
-_SECONDS_FOR_PIP = 900
-
-
-class NoRigError(Exception):
-    """Why there is no rig here."""
 
 
 def rig_environment() -> dict[str, str]:
@@ -58,13 +52,8 @@ def environment() -> dict[str, str]:
     Raises:
         NoRigError: no Linux, no C compiler, or pip cannot fetch the packages.
     """
-    rig_path = os.environ.get("SMELT_TENSORRT_RIG")
-    if rig_path == "off":
-        raise NoRigError("SMELT_TENSORRT_RIG is off")
-    base = Path(rig_path) if rig_path else Path(__file__).resolve().parents[3] / "build" / "rig"
-    rig = _make_rig(base.resolve())
-    if isinstance(rig, NoRigError):
-        raise rig
+    name = "-".join([sys.implementation.cache_tag, *(p.split("==")[1] for p in PACKAGES), str(_LAYOUT)])
+    rig = make_rig(rig_base("SMELT_TENSORRT_RIG"), name, _make)
     libraries = [str(rig), str(rig / "site" / LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
     # one thread each: tests run in parallel with others
     return os.environ | {
@@ -74,52 +63,9 @@ def environment() -> dict[str, str]:
     }
 
 
-@functools.cache
-def _make_rig(base: Path) -> Path | NoRigError:
-    """Return the finished rig below `base`; the answer, also a bad one, holds for the whole test run."""
-    name = "-".join([sys.implementation.cache_tag, *(p.split("==")[1] for p in PACKAGES), str(_LAYOUT)])
-    rig = base / name
-    if rig.is_dir():
-        return rig
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if sys.platform != "linux":
-        return NoRigError("the libraries are linked by their Linux names")
-    if compiler is None:
-        return NoRigError("there is no C compiler (cc) for the stub of a library")
-    import fcntl
-
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        with (base / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system when its holder dies
-            if not rig.is_dir():
-                with tempfile.TemporaryDirectory(dir=base) as space:
-                    half = Path(space) / "rig"
-                    install(half / "site")
-                    assemble(half, compiler)
-                    half.rename(rig)
-    except NoRigError as error:
-        return error
-    except (OSError, subprocess.SubprocessError) as error:
-        return NoRigError(f"the rig could not be made in {base}: {error}")
-    return rig
-
-
-def install(site: Path) -> None:
-    """Fetch the two packages into `site`.
-
-    Raises:
-        NoRigError: pip is not there or fails, for example without a network.
-    """
-    command = [
-        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input",
-        "--no-deps", "--no-compile", "--only-binary", ":all:", "--retries", "1", "--timeout", "30",
-        "--target", str(site), *PACKAGES,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_FOR_PIP, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise NoRigError(f"pip cannot fetch {' and '.join(PACKAGES)}: {last}")
+def _make(folder: Path, compiler: str) -> None:
+    install(folder / "site", PACKAGES)
+    assemble(folder, compiler)
 
 
 def assemble(folder: Path, compiler: str) -> None:
@@ -165,9 +111,10 @@ def build_all(graphs: dict[Path, Any], **more: Any) -> list[dict[str, Any]]:
     more = {name: str(value) for name, value in more.items()}
     requests = [{"onnx": str(path), "shapes": shapes, **more} for path, shapes in graphs.items()]
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, "-m", __name__],
         input=json.dumps(requests),
         env=rig_environment(),
+        cwd=Path(__file__).resolve().parents[3],
         text=True,
         capture_output=True,
         timeout=900,

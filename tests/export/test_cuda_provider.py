@@ -1,0 +1,59 @@
+"""Graphs for ort-cuda on ONNX Runtime's own CUDA provider: which open, what runs where, what is copied.
+
+The provider runs over stub libraries (tests/support/processes/cuda_rig.py), so nothing is computed.
+"""
+
+import pytest
+
+from smelt.export.cuda_kernels import BF16_KERNELS
+from tests.support.graphs import cuda_graphs, graph_exports
+from tests.support.models import every_family
+from tests.support.pairs import matrix
+from tests.support.processes import cuda_rig
+
+FAMILIES = [
+    family
+    for family in graph_exports.FAMILIES
+    if matrix.is_full_matrix() or family in (*every_family.DISTINCT_FAMILIES, "embedder", "vit", "resnet")
+]
+COUNTED = {
+    "bert": "model", "marian": "decoder_with_past_model", "vit": "model",
+    "llama": "model", "gpt2": "model", "t5": "decoder_with_past_model",
+}  # fmt: skip
+
+# nodes, nodes that copy between host and device, nodes on the CPU (shapes)
+EXPECTED_COUNTS = {
+    "bert": {"fp32": (61, 0, 2), "fp16": (74, 0, 2), "bf16": (74, 0, 2)},
+    "marian": {"fp32": (82, 1, 2), "fp16": (97, 1, 2), "bf16": (109, 1, 2)},
+    "vit": {"fp32": (53, 0, 1), "fp16": (65, 0, 1), "bf16": (65, 0, 1)},
+    "llama": {"fp32": (111, 5, 8), "fp16": (118, 5, 8), "bf16": (122, 5, 8)},
+    "gpt2": {"fp32": (102, 5, 7), "fp16": (113, 5, 7), "bf16": (121, 5, 7)},
+    "t5": {"fp32": (118, 0, 2), "fp16": (137, 0, 2), "bf16": (149, 0, 2)},
+}
+
+
+def test_bf16_table_equals_kernels_of_provider():
+    assert cuda_rig.run_in_rig([{"bf16": True}])[0] == BF16_KERNELS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_open_in_every_dtype(family):
+    cuda_rig.rig_environment()
+    paths = [path for folder in cuda_graphs.cuda_graphs(family).values() for path in folder.glob("*.onnx")]
+    opened = cuda_rig.open_graphs(paths)
+    errors = {str(path): graph.error for path, graph in zip(paths, opened, strict=True) if graph.error}
+    assert errors == {}
+    assert len(paths) >= len(cuda_graphs.DTYPES)
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_nodes_and_host_copies_of_a_step_are_those_recorded(family):
+    """A call launches a kernel for each node, and waits for each copy to the host."""
+    cuda_rig.rig_environment()
+    folders = cuda_graphs.cuda_graphs(family)
+    opened = cuda_rig.open_graphs(folder / f"{COUNTED[family]}.onnx" for folder in folders.values())
+    counts = {
+        dtype: (graph.nodes, graph.host_copies, sum(graph.on_cpu.values()))
+        for dtype, graph in zip(folders, opened, strict=True)
+    }
+    assert counts == EXPECTED_COUNTS[family]

@@ -1,0 +1,66 @@
+"""Decoding steps on ONNX Runtime's CUDA provider over stub libraries; a script, see `main`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.processes.cuda_rig import copied_bytes
+
+ROWS, LENGTH = 8, 20
+
+
+def main(requests: dict[str, Any]) -> dict[str, Any]:
+    """Decode some tokens with the graphs of an encoder-decoder, and reorder its caches.
+
+    Args:
+        requests: `folder`, with the graphs. LOCAL_RANK, if set, is the process's number among several.
+
+    Returns:
+        `device_ids`: of the session and of the values. `step`, `reorder`, `reorder_shared`: bytes copied.
+        `caches`, `logits`: the sizes of the caches, and of the logits of a step.
+    """
+    from smelt.generation.generating_runners import EncoderDecoderRunner
+    from smelt.runtimes import device
+    from smelt.runtimes.onnx_backend import OnnxBackend
+
+    if "LOCAL_RANK" in os.environ:
+        device.is_distributed = lambda: True  # type: ignore[assignment]
+    graphs = EncoderDecoderRunner.graphs
+    backend = OnnxBackend(Path(requests["folder"]), graphs, "ort-cuda", 1, "cuda")
+    mask = np.ones((ROWS, LENGTH), np.int64)
+    state = backend.start(ROWS, {"input_ids": mask, "attention_mask": mask}, {"encoder_attention_mask": mask})
+    token = {"input_ids": mask[:, :1]}
+    for _ in range(3):
+        backend.step(state, token)
+    answer: dict[str, Any] = {"caches": sum(_size(value) for value in state.caches)}
+    copied_bytes()
+    answer["logits"] = backend.step(state, token).nbytes
+    answer["step"] = copied_bytes()
+    backend.reorder_cache(state, np.arange(ROWS)[::-1].copy(), False)
+    answer["reorder"] = copied_bytes()
+    backend.reorder_cache(state, np.arange(ROWS // 2), True)
+    answer["reorder_shared"] = copied_bytes()
+    answer["shapes"] = [list(value.shape()) for value in (*state.caches, *state.shared.values())]
+    options = backend._session(graphs.main.name).get_provider_options()["CUDAExecutionProvider"]
+    values = [*state.caches, *state.shared.values()]
+    answer["device_ids"] = sorted({int(options["device_id"]), *(_device_id(value) for value in values)})
+    return answer
+
+
+def _size(value: Any) -> int:
+    width = {"tensor(float16)": 2, "tensor(float)": 4}[value.data_type()]
+    return int(np.prod(value.shape())) * width
+
+
+def _device_id(value: Any) -> int:
+    return int(value._get_c_value().__dlpack_device__()[1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.load(sys.stdin))))

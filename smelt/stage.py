@@ -127,17 +127,24 @@ class Settings(BaseModel):
                     paths[name, *item_path] = value, marker
         return paths
 
-    def resolve_paths(self, base: Path) -> Self:
-        """Return the settings with paths relative to `base` made absolute."""
+    def resolve_paths(self, base: Path, find_model: Callable[[Path], Path] = lambda path: path) -> Self:
+        """Return the settings with paths relative to `base` made absolute.
+
+        find_model: returns the folder of the model that a path names, such as that of a merged adapter.
+        """
         resolved: dict[str, Any] = {}
+        models = self.paths_to_models()
         for name in dict.fromkeys(str(setting_path[0]) for setting_path in self.paths()):
             value = getattr(self, name)
             if isinstance(value, tuple):
-                resolved[name] = tuple(v.resolve_paths(base) if isinstance(v, Settings) else v for v in value)
+                resolved[name] = tuple(
+                    v.resolve_paths(base, find_model) if isinstance(v, Settings) else v for v in value
+                )
             elif isinstance(value, Settings):
-                resolved[name] = value.resolve_paths(base)
+                resolved[name] = value.resolve_paths(base, find_model)
             else:
-                resolved[name] = str(absolute_path(resolve_path(base, value)))
+                path = absolute_path(resolve_path(base, value))
+                resolved[name] = str(find_model(path) if (name,) in models else path)
         return self.model_copy(update=resolved) if resolved else self
 
 

@@ -139,8 +139,8 @@ def _max_code(scheme: Scheme, grid: QuantParams, options: SchemeOptions) -> int:
 
 def _scale_dtype(scheme: Scheme, groups: Tensor, width: int, options: SchemeOptions) -> str:
     """Return the stored dtype of scales, by its torch name; candidates are rounded to it."""
-    stored = scheme.stored_tensors(groups.shape[0], width, options)["scales"]
-    return stored.file_dtype or stored.dtype
+    stored = scheme.stored_tensors(groups.shape[0], width, options).get("scales")
+    return "float32" if stored is None else stored.file_dtype or stored.dtype
 
 
 def _grid_errors(

@@ -363,6 +363,7 @@ def fake_quantize(weight: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """
     with torch.no_grad():
         codes, grid = round_to_nearest(weight.detach().float(), matrix.scheme, matrix.options)
+        grid = matrix.scheme.stored_qparams(grid, matrix.options)
         values = matrix.scheme.dequantize(codes, grid, matrix.options).flatten(1)[:, : weight.shape[1]]
     return straight_through(weight, values)
 

@@ -244,6 +244,7 @@ def _tie_weights(model: Any) -> None:
 
 
 _NOT_TOKENIZER = {
+    "adapter_config.json",  # of peft: transformers would read its base model instead
     "config.json",
     "generation_config.json",
     "structure.json",

@@ -247,6 +247,10 @@ class Scheme(Protocol):
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the unpacked codes, and their quantization parameters."""
 
+    def stored_qparams(self, grid: QuantParams, options: SchemeOptions) -> QuantParams:
+        """Return the parameters of a whole matrix as `unpack` returns them after `pack`."""
+        return grid
+
     def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the calibrated tensors of `stored_tensors`, for activations from `low` to `high`."""
         return {}

@@ -24,7 +24,8 @@ from smelt.models.text_rules import TextRules
 from smelt.models.weight_files import source_files
 from smelt.pipeline.execute.latency_scores import require_texts_fit
 from smelt.pipeline.execute.step_runner import StepRunner, TaskSetup, resolve_task
-from smelt.pipeline.inspect.model_folder import local_model_folder, read_config
+from smelt.pipeline.inspect.find_model import local_model_folder
+from smelt.pipeline.inspect.model_folder import read_config
 from smelt.pipeline.inspect.model_info import inspect_quantization
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.plan.untrained_checks import config_file, preprocessor_config, read_untrained_config

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError, combined_error, did_you_mean
-from smelt.core.files import load_json, path_exists, resolve_path
-from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+from smelt.core.errors import InputError, did_you_mean
+from smelt.core.files import load_json, path_exists
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import Task, task_traits, tasks_with
@@ -273,58 +271,11 @@ def _undeclared_quantization(folder: Path) -> list[Message]:
 
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Files to download from the hub: no pickles, no weights of other frameworks, no code.
-_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "README.md", "LICENSE*"]
 _CONVERT_HINT = (
     "If you trust their source, convert them with "
     "AutoModel.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True), with the Auto class"
     " of the task, and copy the tokenizer's files."
 )
-
-
-def local_model_folder(model: str, base: Path) -> Path | None:
-    """Return the folder of `model`, relative to `base`; None for a hub id."""
-    path = resolve_path(base, model)
-    if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir():
-        return path
-    return None
-
-
-def fetch_model(model: str, base: Path, task: Task) -> Path:
-    """Return the folder of `model`; a hub id is downloaded (only safetensors and text files).
-
-    Raises:
-        InputError: the download failed, or the model is not supported.
-    """
-    folder = local_model_folder(model, base)
-    if folder is None:
-        import huggingface_hub
-
-        offline_reason = hub_unreachable_reason()
-        try:
-            with hub_cache_only(offline_reason):
-                folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
-        except Exception as error:  # the hub client raises many types; all mean that the download failed
-            raise hub_error(model, offline_reason, error) from error
-    problems, _ = check_model_folder(folder, task)
-    if problems:
-        raise combined_error(problems)
-    return folder
-
-
-def hub_error(model: str, offline_reason: str | None, error: Exception) -> InputError:
-    """Return the error for a failed download. offline_reason: why the hub is not reachable, or None."""
-    if offline_reason is None:
-        return InputError(
-            f"{model}: no such folder, and cannot download a model of this name from the hub: {error}",
-            code="not-on-hub",
-        )
-    return InputError(
-        f"{model}: no such folder, and not in the local hub cache; {offline_reason}."
-        " Use a model's folder, or download the model with a network connection first.",
-        code="not-in-hub-cache",
-    )
 
 
 def check_model_folder(

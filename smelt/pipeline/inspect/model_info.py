@@ -31,13 +31,13 @@ from smelt.models.quantization_config import (
 )
 from smelt.models.text_rules import MODULES_FILE, NO_LIMIT, position_limit, read_sentence_rules
 from smelt.models.weight_files import has_weights
+from smelt.pipeline.inspect.find_model import fetch_folder, hub_error, local_model_folder
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
-    hub_error,
-    local_model_folder,
     read_config,
     unknown_family_message,
 )
+from smelt.pipeline.inspect.peft_adapter import is_adapter
 from smelt.quantization.scheme import EXPORT_TARGETS, SchemeOptions
 from smelt.quantization.schemes.registry import (
     CHECKPOINT_SCHEME,
@@ -171,6 +171,8 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
         InputError: the model is not supported, or not for `task`.
     """
     folder = local_model_folder(model, base or Path.cwd())
+    if folder is None and is_adapter(resolve_path(base or Path.cwd(), model)):
+        folder = fetch_folder(model, base or Path.cwd())
     config_folder = _config_from_hub(model) if folder is None else folder
     config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
     family = str(config.get("model_type", ""))

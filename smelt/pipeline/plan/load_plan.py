@@ -21,9 +21,9 @@ from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTI
 from smelt.models.model_size import read_model_size
 from smelt.models.text_rules import position_limit
 from smelt.models.weight_files import has_weights
+from smelt.pipeline.inspect.find_model import adapter_note, local_model_folder
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
-    local_model_folder,
     read_config,
     read_config_file,
 )
@@ -115,12 +115,17 @@ def read_model_folder(context: CheckContext) -> Iterator[Finding]:
     problems: list[Message]
     try:
         folder = local_model_folder(model, recipe.base)
+        text = f"'{model}' is not a local folder; the run downloads it from the hub."
+        note = adapter_note(model, recipe.base) or (info("from-the-hub", text) if folder is None else None)
+        if note is not None:
+            yield (), note
         if folder is None:
-            text = f"'{model}' is not a local folder; the run downloads it from the hub."
-            yield (), info("from-the-hub", text)
             return
         task = None if context.is_invalid("task") else recipe.task
         problems, advice = check_model_folder(folder, task, recipe.baseline == MODEL_STEP)
+    except InputError as error:  # of an adapter
+        yield from error_findings(("model",), error)
+        return
     except (OSError, RuntimeError) as error:  # too long a name, a home folder that does not exist
         problems, advice, folder = [error_message("unreadable-file", f"cannot be read: {error}.")], [], None
     for problem in problems:

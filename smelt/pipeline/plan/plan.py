@@ -27,7 +27,7 @@ from smelt.evaluate.metrics.registry import (
     scores_agreement_alone,
 )
 from smelt.models.text_rules import read_text_rules
-from smelt.pipeline.inspect.model_folder import fetch_model
+from smelt.pipeline.inspect.find_model import fetch_model, merged_model_folder
 from smelt.pipeline.inspect.model_info import OnnxModel
 from smelt.pipeline.plan.task_checks import pooling_text, resolve_pooling, resolve_text_rules
 from smelt.pipeline.recipe.recipe import JudgedOn, ParsedRecipe
@@ -208,7 +208,7 @@ class Plan:
             for setting_path, path in step.settings.paths().items():
                 # a setting may have a shorter form, such as `student: FOLDER` for `student: {model: FOLDER}`
                 for holder, key in _find_strings(item[step.stage], setting_path[0]):
-                    if absolute_path(resolve_path(base, holder[key])) == Path(path):
+                    if merged_model_folder(absolute_path(resolve_path(base, holder[key]))) == Path(path):
                         _make_absolute(holder, key, base)
         return dump_yaml(value)
 

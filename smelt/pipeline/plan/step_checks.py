@@ -13,13 +13,14 @@ from pathlib import Path
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
 from smelt.core.artifact import Format
-from smelt.core.errors import did_you_mean
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
 from smelt.export.settings import OnnxSettings, ProviderSettings
+from smelt.pipeline.inspect.find_model import merged_model_folder
 from smelt.pipeline.inspect.machine import unavailable_reason, unscored_reason
 from smelt.pipeline.inspect.model_folder import check_model_folder, different_token, read_config
 from smelt.pipeline.plan.check_context import CheckContext
@@ -35,7 +36,7 @@ from smelt.pipeline.plan.warnings import poor_order_warnings
 from smelt.pipeline.recipe import stages
 from smelt.pipeline.recipe.model_and_data import UntrainedModel
 from smelt.pipeline.recipe.stages import MODEL_STEP, StageEntry
-from smelt.pipeline.recipe.validation_errors import Finding, validate_settings
+from smelt.pipeline.recipe.validation_errors import Finding, error_findings, validate_settings
 from smelt.pipeline.recipe.yaml_file import KeyPath
 from smelt.stage import Settings
 
@@ -98,7 +99,12 @@ def _read_settings(context: CheckContext, draft: StepDraft) -> Iterator[Finding]
     draft.invalid_settings = frozenset(str(setting[0]) for setting in invalid if setting)
     if draft.settings is None:
         return
-    draft.settings = draft.settings.resolve_paths(context.recipe.base)
+    try:
+        draft.settings = draft.settings.resolve_paths(context.recipe.base, merged_model_folder)
+    except InputError as error:  # of an adapter
+        draft.settings = None
+        yield from error_findings(draft.entry.path, error)
+        return
     if "task" not in context.invalid_paths:
         draft.settings = draft.settings.resolve_for_task(context.recipe.task)
     for setting, path in draft.settings.paths().items():

@@ -19,9 +19,9 @@ from smelt.data.splits import Split
 from smelt.data.tasks import task_names
 from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES_BY_TASK
+from smelt.pipeline.inspect.find_model import local_model_folder
 from smelt.pipeline.inspect.model_folder import (
     check_tokenizer_files,
-    local_model_folder,
     read_config,
     read_config_file,
     unknown_family_message,

@@ -23,6 +23,7 @@ from smelt.quantization.scheme import (
     PackedMatrix,
     QuantParams,
     Scheme,
+    SchemeOption,
     SchemeOptions,
     StoredTensor,
     UnpackedWeights,
@@ -187,17 +188,28 @@ NF4_TABLE = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+_SCALES_PER_BLOCK = 256  # of double quantization, as in bitsandbytes
+DOUBLE_QUANT = SchemeOption(
+    "use_double_quant", False, (False, True), "true: the scales are quantized too, to 8 bits"
+)
+_DOUBLE_QUANT_TENSORS = ("scale_codes", "scale_absmax", "scale_offset")
 _NF4_NOT_EXPORTED = "it multiplies packed NF4 codes (MatMulBnb4)"
 
 
 class BnbNf4(Scheme):
-    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G].
+    """codes: uint8 [N, G, g / 2]; scales: float32 [N, G], or with double quantization as below.
 
     4-bit NormalFloat codes of bitsandbytes, one float32 scale for each 64 inputs of a row: value =
     table[code] * scale, scale = the largest magnitude of the block. The table has the quantiles of a normal
     distribution between -1 and 1, zero among them (Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3
     and appendix E). Codes are the nearest entries of it; a midpoint belongs to the lower one, as in
-    bitsandbytes. Two codes are packed into a byte, the first in the high bits; absmax is not quantized again.
+    bitsandbytes. Two codes are packed into a byte, the first in the high bits.
+
+    Double quantization (`use_double_quant`; QLoRA, section 3), after the codes are chosen: the mean of all
+    scales of the matrix, `scale_offset` float32 [1], is subtracted; 256 of the rest, in memory order, share
+    a scale of their own, `scale_absmax` float32 [ceil(N G / 256)], and each is the nearest entry of
+    bitsandbytes' 8-bit table, `scale_codes` uint8 [N, G]: 4.127 bits per weight instead of 4.5. A graph holds
+    the float32 scales that these stand for.
 
     bitsandbytes divides a matrix into blocks in memory order, here each row begins a block. Both are equal
     where the inputs are a multiple of 64; elsewhere the last block of a row is padded with zeros. In torch
@@ -212,6 +224,7 @@ class BnbNf4(Scheme):
     learnable_scales: ClassVar[bool] = False
     quantizes_tables: ClassVar[bool] = False  # as transformers' BitsAndBytesConfig
     packages: ClassVar[Mapping[str, str]] = BITSANDBYTES_PACKAGES
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (DOUBLE_QUANT,)
     supports_shortlist: ClassVar[bool] = False
     unsupported_targets: ClassVar[Mapping[str, str]] = {
         "tensorrt": _NF4_NOT_EXPORTED,
@@ -248,30 +261,39 @@ class BnbNf4(Scheme):
     def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
         """Return the specs of two codes per byte, and scales."""
         count = parts.num_groups(width, NF4_BLOCK_SIZE)
-        return {
-            "codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8"),
-            "scales": StoredTensor((rows, count), "float32"),
-        }
+        codes = {"codes": StoredTensor((rows, count, NF4_BLOCK_SIZE // 2), "uint8")}
+        if not options[DOUBLE_QUANT.name]:
+            return codes | {"scales": StoredTensor((rows, count), "float32")}
+        blocks = -(-rows * count // _SCALES_PER_BLOCK)
+        shapes = zip(("uint8", "float32", "float32"), ((rows, count), (blocks,), (1,)), strict=True)
+        tensors = (StoredTensor(shape, dtype, per_row=False) for dtype, shape in shapes)
+        return codes | dict(zip(_DOUBLE_QUANT_TENSORS, tensors, strict=True))
 
     def pack(self, decided: UnpackedWeights, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the tensors of `stored_tensors`."""
-        return {
-            "codes": parts.pack_nibbles(decided.q_weight, high_first=True),
-            "scales": decided.qparams["scales"].float(),
-        }
+        codes = {"codes": parts.pack_nibbles(decided.q_weight, high_first=True)}
+        scales = decided.qparams["scales"].float()
+        return codes | (_quantize_scales(scales) if options[DOUBLE_QUANT.name] else {"scales": scales})
+
+    def stored_qparams(self, grid: QuantParams, options: SchemeOptions) -> QuantParams:
+        """Return the scales, with double quantization those that it stands for."""
+        if not options[DOUBLE_QUANT.name]:
+            return grid
+        return {"scales": _dequantize_scales(**_quantize_scales(grid["scales"].float()))}
 
     def unpack(self, matrix: PackedMatrix) -> UnpackedWeights:
         """Return the codes as uint8."""
         q_weight = parts.unpack_nibbles(matrix.tensor("codes"), high_first=True)
-        return UnpackedWeights(q_weight, {"scales": matrix.tensor("scales")})
+        return UnpackedWeights(q_weight, {"scales": _scales(matrix)})
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Let bitsandbytes multiply; its float weights exist during one multiplication only."""
         import torch
 
-        library, (out_features, count) = import_bitsandbytes(), matrix.tensor("scales").shape
+        library, scales = import_bitsandbytes(), _scales(matrix)
+        out_features, count = scales.shape
         state = library.functional.QuantState(
-            absmax=matrix.tensor("scales").flatten(),
+            absmax=scales.flatten(),
             shape=torch.Size((out_features, count * NF4_BLOCK_SIZE)),
             code=_table(x.device),
             blocksize=NF4_BLOCK_SIZE,
@@ -289,16 +311,16 @@ class BnbNf4(Scheme):
         count = parts.num_groups(matrix.width, NF4_BLOCK_SIZE)
         row_ids = ids.flatten()[:, None]
 
-        def rows(name: str, otherwise: str, width: int) -> Tensor:
-            flat = matrix.tensor(name) if matrix.has(name) else matrix.tensor(otherwise).flatten()
+        def rows(name: str, width: int) -> Tensor:
+            flat = matrix.tensor(name) if matrix.has(name) else self.export_constants(matrix, "product")[name]
             indices = row_ids * width + torch.arange(width, device=row_ids.device)
             return flat.index_select(0, indices.flatten())
 
         q_weight = parts.unpack_nibbles_float(
-            rows("flat", "codes", count * NF4_BLOCK_SIZE // 2), high_first=True
+            rows("flat", count * NF4_BLOCK_SIZE // 2), high_first=True
         ).int()
         table = matrix.tensor("table") if matrix.has("table") else _table(q_weight.device)
-        scales = rows("flat_scales", "scales", count).reshape(-1, count, 1)
+        scales = rows("flat_scales", count).reshape(-1, count, 1)
         values = table.index_select(0, q_weight).reshape(-1, count, NF4_BLOCK_SIZE) * scales
         looked_up = values.flatten(1)[:, : matrix.width]
         return looked_up.reshape(*ids.shape, matrix.width)
@@ -311,7 +333,7 @@ class BnbNf4(Scheme):
         """Return codes and scales in one dimension, as the operator requires; for lookups also the table."""
         flat = {
             "flat": matrix.tensor("codes").detach().flatten(),
-            "flat_scales": matrix.tensor("scales").detach().flatten(),
+            "flat_scales": _scales(matrix).detach().flatten(),
         }
         return flat | ({"table": _table(flat["flat"].device).clone()} if use == "lookup" else {})
 
@@ -319,7 +341,7 @@ class BnbNf4(Scheme):
         """Emit MatMulBnb4, which processes blocks of 64 row by row."""
         from smelt.quantization import emit
 
-        out_features, count = matrix.tensor("scales").shape
+        out_features, count = matrix.tensor("codes").shape[:2]
         layout = emit.NBitsLayout(count * NF4_BLOCK_SIZE, out_features, 4, NF4_BLOCK_SIZE)
         q_weight, scales = matrix.tensor("flat"), matrix.tensor("flat_scales")
         return emit.matmul_bnb4(_pad_to_blocks(x, count), q_weight, scales, bias, layout)
@@ -327,6 +349,42 @@ class BnbNf4(Scheme):
     def float_activation_nodes(self, node: Any) -> list[Any]:
         """Return the operator itself: its activations are not quantized."""
         return [node]
+
+
+def _scales(matrix: PackedMatrix) -> Tensor:
+    """Return the scales, float32 [N, G]: stored, or those that double quantization stands for."""
+    if matrix.has("scales"):
+        return matrix.tensor("scales")
+    return _dequantize_scales(**{name: matrix.tensor(name) for name in _DOUBLE_QUANT_TENSORS})
+
+
+def _quantize_scales(scales: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of `_DOUBLE_QUANT_TENSORS` for float32 scales [N, G]."""
+    offset = scales.mean()
+    codes, state = import_bitsandbytes().functional.quantize_blockwise(
+        scales - offset, blocksize=_SCALES_PER_BLOCK
+    )
+    return dict(zip(_DOUBLE_QUANT_TENSORS, (codes, state.absmax, offset.reshape(1)), strict=True))
+
+
+def _dequantize_scales(scale_codes: Tensor, scale_absmax: Tensor, scale_offset: Tensor) -> Tensor:
+    """Return the scales that these tensors stand for, float32 [N, G]."""
+    from torch.nn import functional as F
+
+    steps = _scale_table(scale_codes.device)[scale_codes.int()].flatten()
+    padded = F.pad(steps, (0, -len(steps) % _SCALES_PER_BLOCK)).unflatten(0, (-1, _SCALES_PER_BLOCK))
+    scaled = (padded * scale_absmax[:, None]).flatten()[: len(steps)]
+    return (scaled + scale_offset).view(scale_codes.shape)
+
+
+@cache
+def _scale_table(device: torch.device) -> Tensor:
+    """Return bitsandbytes' 8-bit values between -1 and 1, float32 [256]."""
+    import torch
+
+    with torch.inference_mode(False):
+        table: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
+    return table
 
 
 def _pad_to_blocks(x: Tensor, count: int) -> Tensor:

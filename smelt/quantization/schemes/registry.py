@@ -121,13 +121,15 @@ def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
     return by_option
 
 
-def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH) -> float:
-    """Return the stored bits per weight of a row, with scales and zero points.
+def bits_per_weight(
+    scheme: Scheme, options: SchemeOptions, width: int = _WIDTH, rows: int = _WIDTH
+) -> float:
+    """Return the stored bits per weight of a matrix, with scales and zero points.
 
     A calibrated value is one number for a whole matrix and does not count.
     """
-    specs = [tensor for tensor in scheme.stored_tensors(1, width, options).values() if not tensor.calibrated]
-    return 8 * sum(stored_bytes(tensor) for tensor in specs) / width
+    specs = [t for t in scheme.stored_tensors(rows, width, options).values() if not t.calibrated]
+    return 8 * sum(stored_bytes(tensor) for tensor in specs) / (rows * width)
 
 
 def stored_bytes(stored: StoredTensor) -> int:

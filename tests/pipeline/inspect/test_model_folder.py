@@ -18,7 +18,8 @@ from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.tasks import TASK_TRAITS
 from smelt.models.families.registry import FAMILIES
-from smelt.pipeline.inspect.model_folder import check_model_folder, fetch_model, local_model_folder
+from smelt.pipeline.inspect.find_model import fetch_model, local_model_folder
+from smelt.pipeline.inspect.model_folder import check_model_folder
 from tests.support.expected_errors import raises_code
 
 
@@ -222,7 +223,7 @@ def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.M
         return str(bert)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr("smelt.pipeline.inspect.model_folder.hub_unreachable_reason", lambda: None)
+    monkeypatch.setattr("smelt.pipeline.inspect.find_model.hub_unreachable_reason", lambda: None)
     assert fetch_model("a/b", bert.parent, "text-classification") == bert
     assert requests[0] == "a/b"
     assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in requests)
@@ -255,7 +256,7 @@ def test_hub_ids_fail_within_seconds_without_network(tmp_path: Path, monkeypatch
 
     from smelt.core import hub
     from smelt.data.splits import Columns
-    from smelt.pipeline.inspect.model_folder import fetch_model
+    from smelt.pipeline.inspect.find_model import fetch_model
     from smelt.pipeline.inspect.model_info import inspect_model
     from smelt.tasks.read_split import read_split
 

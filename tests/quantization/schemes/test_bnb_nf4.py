@@ -7,9 +7,11 @@ from torch import nn
 
 from smelt.compress.quantize.plan_layers import plan_layers, quantize_module
 from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
 from smelt.models.checkpoint import load_model
 from smelt.quantization.schemes.bitsandbytes import NF4_BLOCK_SIZE, NF4_QUANT_TYPE, NF4_TABLE
-from tests.support import schemes
+from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
+from tests.support import harness, schemes
 from tests.support.models import tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra bitsandbytes is not installed")
@@ -31,6 +33,49 @@ def test_weights_and_scales_equal_bitsandbytes_bitwise():
     assert matrix.codes.flatten().equal(codes.flatten())
     assert matrix.scales.flatten().equal(state.absmax)
     assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state))
+
+
+def double_quantized(weight):
+    """Codes and state of bitsandbytes, whose scales are quantized as well."""
+    return functional.quantize_4bit(
+        weight, blocksize=NF4_BLOCK_SIZE, quant_type=NF4_QUANT_TYPE, compress_statistics=True
+    )
+
+
+@pytest.mark.parametrize("rows", [24, 400])
+def test_double_quantization_equals_bitsandbytes_bitwise(rows):
+    """24 rows have one block of scales, 400 have four and a part."""
+    weight = weights(rows=rows)
+    matrix = schemes.rounded_matrix("bnb-nf4", weight, use_double_quant=True)
+    codes, state = double_quantized(weight)
+    assert matrix.codes.flatten().equal(codes.flatten())
+    assert matrix.scale_codes.flatten().equal(state.absmax)
+    assert matrix.scale_absmax.equal(state.state2.absmax)
+    assert matrix.scale_offset.item() == state.offset.item()
+    assert matrix.dequantize().equal(functional.dequantize_4bit(codes, state))
+    assert not matrix.dequantize().equal(schemes.rounded_matrix("bnb-nf4", weight).dequantize())
+
+
+def test_double_quantization_takes_the_bits_of_qlora():
+    """Section 3 of the paper: 8 / 64 + 32 / (64 * 256) = 0.127 bits for the constants of a parameter."""
+    scheme = SCHEMES["bnb-nf4"]
+    bits = [bits_per_weight(scheme, {"use_double_quant": flag}) for flag in (False, True)]
+    assert bits == [4.5, pytest.approx(4.127, abs=5e-4)]
+
+
+def test_double_quantization_is_stored_loaded_and_exported(tmp_path):
+    source, options = tiny.write_bert(tmp_path / "model"), {"scheme": "bnb-nf4", "use_double_quant": True}
+    ctx = harness.run_stage(
+        Quantize(), QuantizeSettings(**options), source, tmp_path / "out", "text-classification"
+    )
+    name = "bert.encoder.layer.0.output.dense"
+    codes, state = double_quantized(load_model(source)[0].get_submodule(name).weight.detach())
+    layer = load_model(ctx.out)[0].get_submodule(name)
+    assert layer.matrix.dequantize().equal(functional.dequantize_4bit(codes, state))
+    x = torch.randn(3, 5, 64)
+    (actual,) = schemes.run_onnx_runtime([layer], x)
+    with torch.inference_mode():
+        assert np.abs(layer(x).numpy() - actual).max() < 1e-5 * actual.std()
 
 
 def test_midpoint_is_rounded_to_the_lower_entry():

@@ -1,0 +1,224 @@
+"""Find the folder of the model that a recipe or a command names: local, on the hub, or an adapter of peft.
+
+An adapter is merged with its base model when it is first read, into a folder of this user's cache
+(`~/.cache/smelt/adapters`, in `$XDG_CACHE_HOME` where that is set), and again if a file of either changes.
+From there on it is a model like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from smelt.core.errors import InputError, combined_error
+from smelt.core.files import json_hash, resolve_path
+from smelt.core.hub import hub_cache_only, hub_unreachable_reason
+from smelt.core.messages import Message, info
+from smelt.core.system import require_package
+from smelt.core.workspaces import workspace
+from smelt.data.tasks import Task
+from smelt.models.weight_files import has_weights
+from smelt.pipeline.inspect.model_folder import check_model_folder
+from smelt.pipeline.inspect.peft_adapter import (
+    ADAPTER_CONFIG,
+    PeftAdapter,
+    is_adapter,
+    merge_adapter,
+    read_adapter,
+)
+from smelt.training.settings import PEFT_VERSION
+
+_MERGE_VERSION = 1  # increased whenever the same adapter would be merged differently
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Files to download from the hub: no pickles, no weights of other frameworks, no code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "README.md", "LICENSE*"]
+
+
+def local_model_folder(model: str, base: Path) -> Path | None:
+    """Return the folder of `model`, relative to `base`; None if it is to be downloaded.
+
+    An adapter is merged with its base model; None if that is to be downloaded.
+
+    Raises:
+        InputError: an adapter cannot be read or merged.
+    """
+    path = _path_of(model, base)
+    if path is None or not _has_adapter(path):
+        return path
+    adapter = read_adapter(path)
+    base_folder = _base_folder(adapter)
+    return None if base_folder is None else _merge_once(adapter, base_folder)
+
+
+def fetch_model(model: str, base: Path, task: Task) -> Path:
+    """Return the folder of `model`; a hub id is downloaded (only safetensors and text files).
+
+    Raises:
+        InputError: the download failed, or the model is not supported.
+    """
+    folder = fetch_folder(model, base)
+    problems, _ = check_model_folder(folder, task)
+    if problems:
+        raise combined_error(problems)
+    return folder
+
+
+def fetch_folder(model: str, base: Path) -> Path:
+    """Return the unchecked folder of `model`; a hub id, and the base model of an adapter, are downloaded.
+
+    Raises:
+        InputError: the download failed, or an adapter cannot be merged.
+    """
+    folder = local_model_folder(model, base)
+    if folder is not None:
+        return folder
+    path = _path_of(model, base) or _download(model)
+    if not _has_adapter(path):
+        return path
+    adapter = read_adapter(path)
+    return _merge_once(adapter, _base_folder(adapter) or _download(adapter.base))
+
+
+def merged_model_folder(path: Path) -> Path:
+    """Return the folder of an adapter merged with its base model; any other `path` is returned unchanged.
+
+    Raises:
+        InputError: it cannot be read or merged, or its base model is not on this machine.
+    """
+    if not _has_adapter(path):
+        return path
+    folder = local_model_folder(str(path), path.parent)
+    if folder is None:
+        base = read_adapter(path).base
+        text = f"{path}: its base model {base} is not on this machine. Download it first: hf download {base}."
+        raise InputError(text, code="not-in-hub-cache")
+    return folder
+
+
+def adapter_note(model: str, base: Path) -> Message | None:
+    """Return a note about `model` if it is the folder of an adapter, which is merged; else None."""
+    path = _path_of(model, base)
+    if path is None or not _has_adapter(path):
+        return None
+    adapter = read_adapter(path)
+    folder = local_model_folder(model, base)
+    end = "is downloaded by the run" if folder is None else f"is merged with it into {folder}"
+    text = f"'{model}' is an adapter of peft ({adapter.variant}, rank {adapter.rank}); {adapter.base} {end}."
+    return info("peft-adapter", text)
+
+
+def _path_of(model: str, base: Path) -> Path | None:
+    """Return the path that `model` is, relative to `base`; None for a hub id."""
+    path = resolve_path(base, model)
+    return path if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir() else None
+
+
+def _has_adapter(path: Path) -> bool:
+    """Return whether `path` is an adapter's folder.
+
+    Raises:
+        InputError: it has a model too: smelt would read one of them, transformers the other.
+    """
+    if (path / ADAPTER_CONFIG).is_file() and has_weights(path):
+        raise InputError(
+            f"{path}: both a model and an adapter ({ADAPTER_CONFIG}). Move one of them to another folder.",
+            code="model-and-adapter",
+        )
+    return is_adapter(path)
+
+
+def _base_folder(adapter: PeftAdapter) -> Path | None:
+    """Return the folder of an adapter's base model; None if it is on the hub and not in the local cache.
+
+    As in peft, the path is relative to the current folder; else it may be relative to the adapter's.
+
+    Raises:
+        InputError: there is no such model, or a revision of the hub is named.
+    """
+    for parent in (Path.cwd(), adapter.folder):
+        path = resolve_path(parent, adapter.base)
+        if path.exists() and path.resolve() != adapter.folder.resolve():
+            return local_model_folder(str(path), parent)
+    is_hub_id = _HUB_ID.fullmatch(adapter.base) and not Path(adapter.base).parent.is_dir()
+    if not is_hub_id and ("/" in adapter.base or os.sep in adapter.base):
+        raise InputError(
+            f"{adapter.folder / ADAPTER_CONFIG}: base_model_name_or_path: no such folder: {adapter.base}. Set"
+            " it to the folder or hub id of the model that the adapter was trained on.",
+            code="missing-base-model",
+        )
+    if adapter.revision not in (None, "main"):
+        raise InputError(
+            f"{adapter.folder / ADAPTER_CONFIG}: revision {adapter.revision!r} of {adapter.base} is not"
+            " supported. Download that revision, and set base_model_name_or_path to its folder.",
+            code="base-model-revision",
+        )
+    return _cached_snapshot(adapter.base)
+
+
+def _cached_snapshot(model: str) -> Path | None:
+    import huggingface_hub
+
+    try:
+        with hub_cache_only("only the cache is read"):
+            folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+    except Exception:  # the hub client raises many types; all mean that it is not there
+        return None
+    return folder if has_weights(folder) else None
+
+
+def _download(model: str) -> Path:
+    import huggingface_hub
+
+    offline_reason = hub_unreachable_reason()
+    try:
+        with hub_cache_only(offline_reason):
+            return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the hub client raises many types; all mean that the download failed
+        raise hub_error(model, offline_reason, error) from error
+
+
+def _merge_once(adapter: PeftAdapter, base: Path) -> Path:
+    """Return the folder of the merged model, made now if it is not in the cache.
+
+    Raises:
+        InputError: the base model or the adapter is not supported, or they do not fit each other.
+    """
+    require_package("peft", PEFT_VERSION, f"{adapter.folder}: an adapter of peft")
+    problems, _ = check_model_folder(base, None)
+    if problems:
+        raise combined_error([problem.with_prefix(f"{adapter.folder}: base model: ") for problem in problems])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smelt" / "adapters"
+    files = _file_stamps([*adapter.files, *(path for path in base.iterdir() if path.is_file())])
+    folder = cache / json_hash([_MERGE_VERSION, version("peft"), files])
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with workspace(cache) as space:
+            merge_adapter(adapter, base, space)
+            with contextlib.suppress(OSError):  # another process was faster
+                space.rename(folder)
+    return folder
+
+
+def _file_stamps(paths: Sequence[Path]) -> list[list[Any]]:
+    """Return path, size and time of each file: hashes of large weights would take seconds in each plan."""
+    stamps = ((path, path.stat()) for path in paths)
+    return sorted([str(path.resolve()), stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps)
+
+
+def hub_error(model: str, offline_reason: str | None, error: Exception) -> InputError:
+    """Return the error for a failed download. offline_reason: why the hub is not reachable, or None."""
+    if offline_reason is None:
+        return InputError(
+            f"{model}: no such folder, and cannot download a model of this name from the hub: {error}",
+            code="not-on-hub",
+        )
+    return InputError(
+        f"{model}: no such folder, and not in the local hub cache; {offline_reason}."
+        " Use a model's folder, or download the model with a network connection first.",
+        code="not-in-hub-cache",
+    )

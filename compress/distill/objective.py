@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn import functional as F
 from smelt.compress.distill.ensembles import restricted_divergence
 from smelt.compress.distill.inner_losses import InnerLosses
 from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
-from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.module_losses import ModuleLosses
+from smelt.compress.distill.settings import DistillSettings, module_pairs
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.text_rules import is_sentence_model
+from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 from smelt.stage import Context
 from smelt.training.extension import LossTerm
 from smelt.training.losses import batch_sentence_vectors, classification_loss, cosent_loss, model_logits
@@ -73,14 +76,30 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
         )
 
 
-def make_inner_losses(student: Any, teacher: Any, settings: DistillSettings, seed: int) -> InnerLosses | None:
+def make_inner_losses(
+    student: Any, teacher: Any, settings: DistillSettings, seed: int, folder: Path | None = None
+) -> InnerLosses | ModuleLosses | None:
     """Return the losses on inner states of the two models, None if the settings have none.
+
+    folder: of the student, with its processor of images; for modules by name.
 
     Raises:
         InputError: the two models do not have what the losses compare.
     """
     if not settings.losses.inner_weights():
         return None
+    if pairs := module_pairs(settings.layer_map):
+        assert folder is not None
+        size = read_processor(folder).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
+        return ModuleLosses(
+            student,
+            teacher,
+            settings.losses.hidden_states or 0.0,
+            pairs,
+            torch.zeros(2, student.config.num_channels, *size),
+            seed,
+            mean_over_layers=settings.layer_reduction == "mean",
+        )
     return InnerLosses(
         student,
         teacher,
@@ -131,7 +150,7 @@ class DistillObjective:
         self,
         teacher: Any,
         settings: DistillSettings,
-        inner: InnerLosses | None = None,
+        inner: InnerLosses | ModuleLosses | None = None,
         cached_teacher: CachedTeacher | None = None,
     ) -> None:
         self._teacher, self._settings = teacher, settings

@@ -6,9 +6,9 @@ Hidden states are numbered as in transformers: 0 is the embedding output, n the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from smelt.compress.distill.augmentation import AugmentationSettings
 from smelt.compress.finetune import TechniqueTrainingSettings
@@ -146,7 +146,15 @@ class PhaseWeights(LossWeights):
 
 StackName = Literal["encoder_layers", "decoder_layers", "layers"]
 StackMap: TypeAlias = Literal["uniform", "last"] | dict[int, int]
-LayerMap: TypeAlias = StackMap | dict[StackName, StackMap]
+# With a dot, unlike the name of a stack.
+ModuleName = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]
+LayerMap: TypeAlias = StackMap | dict[StackName, StackMap] | dict[ModuleName, ModuleName]
+
+
+def module_pairs(layer_map: LayerMap) -> dict[str, str]:
+    """Return the teacher's modules by those of the student; empty if `layer_map` has numbers of layers."""
+    pairs = layer_map if isinstance(layer_map, dict) else {}
+    return {name: other for name, other in pairs.items() if isinstance(name, str) and "." in name}  # type: ignore[misc]
 
 
 def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
@@ -205,7 +213,7 @@ def check_layer_map(
         teacher: the teacher's Hugging Face config, None if unknown.
     """
     family = find_family(student)
-    if family is None:
+    if family is None or module_pairs(layer_map):
         return []
     errors: list[Message] = []
     stacks = {stack.name: stack.num_layers(student) for stack in family.stacks(student)}
@@ -368,7 +376,8 @@ class DistillSettings(TechniqueTrainingSettings):
     )
     layer_map: LayerMap = Field(
         default="uniform",
-        description="teacher layer for each student layer, as {1: 4}, or that per stack",
+        description="teacher layer for each student layer, as {1: 4}, or that per stack; of models of images"
+        " the teacher's module for each of the student, by name",
     )
     layer_reduction: Literal["sum", "mean"] = Field(
         default="sum", description="hidden_states and attention: sum or mean over the mapped layers"
@@ -493,6 +502,12 @@ class DistillSettings(TechniqueTrainingSettings):
             raise SettingError(
                 f"layer_map has no effect without one of the losses {', '.join(INNER_LOSSES)}",
                 code="unused-setting",
+            )
+        if module_pairs(self.layer_map) and inner - {"hidden_states"}:
+            unknown = ", ".join(sorted(inner - {"hidden_states"}))
+            raise SettingError(
+                f"layer_map: of named modules only hidden_states are compared; remove the loss {unknown}",
+                code="settings-conflict",
             )
         if self.layer_reduction != "sum" and not inner & {"hidden_states", "attention"}:
             raise SettingError(

@@ -153,7 +153,7 @@ def make_external_student(
         ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
-    if ctx.traits.modality != "image":
+    if ctx.traits.modality == "text":
         require_same_tokens(source, src.path, "student")
     notes = import_model(
         source, folder, labels or None, ctx.seed, problem, sentences, str(ctx.traits.auto_class)
@@ -273,12 +273,14 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
 
 
 def inner_loss_errors(settings: DistillSettings, task: Task) -> list[Message]:
-    """Return the errors of losses on inner states: models of images have modules by name, others layers."""
-    by_name, of_images = bool(module_pairs(settings.layer_map)), task_traits(task).modality == "image"
-    if by_name and not of_images:
-        text = f"modules by name are for models of images; the task is {task}. Use numbers of layers."
+    """Return the errors of losses on inner states: models of text have numbers of layers, others modules."""
+    by_name, without_text = bool(module_pairs(settings.layer_map)), task_traits(task).modality != "text"
+    if by_name and not without_text:
+        text = (
+            f"modules by name are for models of images or arrays; the task is {task}. Use numbers of layers."
+        )
         return [error_message("does-not-fit-task", text, setting="layer_map")]
-    if of_images and not by_name and any(t.losses.inner_weights() for t in settings.phase_settings()):
+    if without_text and not by_name and any(t.losses.inner_weights() for t in settings.phase_settings()):
         setting = "losses" if settings.phases is None else "phases"
         text = (
             f"of a model for {task} only hidden_states of modules that layer_map pairs by name are compared,"

@@ -51,7 +51,7 @@ class ModuleLosses:
         teacher: Any,
         weight: float,
         pairs: Mapping[str, str],
-        pixels: Tensor,
+        inputs: Mapping[str, Tensor],
         seed: int = 0,
         *,
         mean_over_layers: bool = False,
@@ -63,7 +63,7 @@ class ModuleLosses:
             teacher: in eval mode.
             weight: of the loss.
             pairs: names of the student's modules, and the teacher's of each.
-            pixels: float32 [2, C, height, width], valid images of both.
+            inputs: of two samples, valid for both models.
             seed: of the projections.
             mean_over_layers: the loss is divided by the number of pairs.
 
@@ -80,7 +80,7 @@ class ModuleLosses:
             for name in names[role]:
                 if name not in known:
                     raise _error("unknown-module", unknown_module_error(role, name, known))
-        shapes = {role: self._output_shapes(role, pixels) for role in self.models}
+        shapes = {role: self._output_shapes(role, inputs) for role in self.models}
         self.modules: dict[str, nn.Module] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -122,7 +122,7 @@ class ModuleLosses:
         return {_TERM: LossTerm(self.weight * total / self.divisor, "inputs")}
 
     @torch.no_grad()
-    def _output_shapes(self, role: str, pixels: Tensor) -> dict[str, list[int]]:
+    def _output_shapes(self, role: str, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """Return the shape of the output of each named module of a model."""
         model, calls, shapes = self.models[role], Counter[str](), {}
         with contextlib.ExitStack() as undo:
@@ -136,7 +136,8 @@ class ModuleLosses:
                 hook = partial(read, name=name)
                 undo.callback(model.get_submodule(name).register_forward_hook(hook).remove)
             was_training = model.training
-            model.eval()(pixel_values=pixels.to(next(model.parameters())))
+            device = next(model.parameters()).device
+            model.eval()(**{name: value.to(device) for name, value in inputs.items()})
             model.train(was_training)
         for name in self.names[role]:
             if calls[name] != 1:

@@ -51,6 +51,11 @@ class LossWeights(Settings):
         description="sentence-similarity: CoSENT loss on the order of the pairs' scores",
     )
 
+    outputs: float | None = Field(
+        default=None,
+        ge=0,
+        description="custom: MSE of the outputs; default 1.0 without logits",
+    )
     reverse_kl: float | None = Field(default=None, ge=0, description="T^2 KL(student || teacher)")
     hidden_states: float | None = Field(
         default=None,
@@ -68,7 +73,7 @@ class LossWeights(Settings):
 
     def uses_teacher(self) -> bool:
         """Return whether any term uses the teacher."""
-        return bool(self.logits or self.reverse_kl or self.inner_weights())
+        return bool(self.logits or self.reverse_kl or self.outputs or self.inner_weights())
 
     def inner_weights(self) -> dict[str, float]:
         """Return the weights above 0 of the terms on inner states."""
@@ -83,11 +88,11 @@ class LossWeights(Settings):
 
     def check_task(self, task: Task) -> list[Message]:
         """Return the errors, each with its setting: terms of another task, or no term at all."""
-        task_terms = (
-            {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
-            if task_traits(task).output == "embedding"
-            else set(type(self).model_fields) - set(_VECTOR_LOSS_DEFAULTS)
-        )
+        output = task_traits(task).output
+        task_terms = {
+            "embedding": {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES},
+            "arrays": {"logits", "outputs", "hidden_states"},
+        }.get(output, set(type(self).model_fields) - {*_VECTOR_LOSS_DEFAULTS, "outputs"})
         unknown = sorted(
             name for name in self.model_fields_set - task_terms if getattr(self, name) is not None
         )
@@ -377,7 +382,7 @@ class DistillSettings(TechniqueTrainingSettings):
     layer_map: LayerMap = Field(
         default="uniform",
         description="teacher layer for each student layer, as {1: 4}, or that per stack; of models of images"
-        " the teacher's module for each of the student, by name",
+        " and arrays the teacher's module for each of the student, by name",
     )
     layer_reduction: Literal["sum", "mean"] = Field(
         default="sum", description="hidden_states and attention: sum or mean over the mapped layers"
@@ -417,6 +422,14 @@ class DistillSettings(TechniqueTrainingSettings):
             or task_traits(task).output == "embedding"
         ):
             return self
+        if task_traits(task).output == "arrays":
+            # outputs are logits only if the user says so
+            logits = self.losses.logits if "logits" in self.losses.model_fields_set else 0.0
+            outputs = self.losses.outputs
+            if outputs is None and not logits and not self.losses.inner_weights():
+                outputs = 1.0
+            array_weights = {"logits": logits, "outputs": outputs}
+            return self.model_copy(update={"losses": self.losses.model_copy(update=array_weights)})
         labels = 0.5
         if task_traits(task).generates:
             labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
@@ -537,7 +550,7 @@ class DistillSettings(TechniqueTrainingSettings):
         uses_outputs = (
             vectors["sentence_embedding"] or vectors["pairwise_similarity"]
             if task_traits(task).output == "embedding"
-            else w.logits or w.reverse_kl
+            else w.logits or w.reverse_kl or w.outputs
         )
         return bool(uses_outputs) and not w.inner_weights()
 

@@ -299,6 +299,9 @@ class Finetune(Stage[FinetuneSettings]):
         """Return errors about the data: sentence embedders need scores, and keep their hidden width."""
         errors = missing_labels_errors(task, data, ("train", "validation"))
         errors += training_task_errors(settings, task)
+        if task_traits(task).output == "arrays":
+            text = f"the samples of {task} have no labels. Use distill, which learns a teacher's outputs."
+            errors.append(error_message("does-not-fit-task", text))
         if settings.class_weights is not None and not task_traits(task).classifies:
             text = f"only samples of {task_names(classifies=True)} have classes, not of {task}; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="class_weights"))

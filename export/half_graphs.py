@@ -29,7 +29,7 @@ from smelt.export.graph_files import read_graph, write_graph
 from smelt.export.parity.operator_checks import open_with_outputs, run_graph_calls
 from smelt.export.parity.references import TorchReference, run_as_deployed
 from smelt.export.value_types import is_control_flow, node_key, values_of_type
-from smelt.generation.backend import Batch
+from smelt.generation.backend import Batch, FeedBatch
 from smelt.runtimes.graph_walk import iter_graphs, normalized_domain, opset_versions, subgraphs
 from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
@@ -95,9 +95,10 @@ def measure_ranges(
     return ranges
 
 
-def split_batch(batch: Batch | ImageBatch) -> Iterator[Batch | ImageBatch]:
+def split_batch(batch: Batch | FeedBatch) -> Iterator[Batch | FeedBatch]:
     """Yield a few rows of `batch` at a time, without columns that are padding in all of them."""
-    if isinstance(batch, ImageBatch):
+    if not isinstance(batch, Batch):
+        assert isinstance(batch, ImageBatch)  # graphs of arrays are float32
         for start in range(0, len(batch.pixel_values), _BATCH_SIZE):
             yield ImageBatch(batch.pixel_values[start : start + _BATCH_SIZE])
         return

@@ -29,9 +29,10 @@ from smelt.export.settings import (
     unsupported_sizes,
     unsupported_task,
 )
+from smelt.generation.backend import FeedBatch
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
-from smelt.models.text_rules import MODULES_FILE, position_limit
+from smelt.models.text_rules import position_limit
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -43,7 +44,6 @@ from smelt.quantization.schemes.registry import (
     unsupported_scheme_options,
 )
 from smelt.runtimes.fixed_shapes import FixedShape, FixedShapeBackend
-from smelt.runtimes.images import ImageBatch
 from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def write_graphs(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Write all graphs; return by graph the details for the report, and the modules of its nodes."""
     batch = reference.batch
-    tokens = None if isinstance(batch, ImageBatch) else batch.input_ids[batch.attention_mask == 1]
+    tokens = None if isinstance(batch, FeedBatch) else batch.input_ids[batch.attention_mask == 1]
     details: dict[str, dict[str, Any]] = {}
     modules_by_graph: dict[str, dict[str, str]] = {}
     for graph_index, graph in enumerate(graphs):
@@ -375,16 +375,19 @@ class Onnx(Stage[OnnxSettings]):
     def check_rows(cls, settings: OnnxSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
         """Return the settings that do not fit the task, as messages."""
         measured = {"autotune": bool(settings.autotune), "threads": settings.threads == "autotune"}
-        image_reason = f"not supported for {task}, because it is measured on texts. Remove it."
+        reason = f"not supported for {task}, because it is measured on texts. Remove it."
         errors = [
-            error_message("unsupported-task", image_reason, setting=name)
+            error_message("unsupported-task", reason, setting=name)
             for name, is_set in measured.items()
-            if is_set and task_traits(task).modality == "image"
+            if is_set and task_traits(task).modality != "text"
         ]
         errors += [
             error_message("unsupported-task", reason, setting=name)
             for name, reason in unsupported_sizes(settings, task).items()
         ]
+        if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
+            text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
+            errors.append(error_message("unsupported-task", text, setting="target"))
         if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
             text = (
                 f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
@@ -448,7 +451,7 @@ class Onnx(Stage[OnnxSettings]):
             sorted(ctx.out.glob("*.onnx"))
         )
         copy_tokenizer(src.path, ctx.out)
-        if ctx.traits.modality != "image":
+        if ctx.traits.modality == "text":
             add_tokenizer(src.path, ctx)
 
 
@@ -530,7 +533,9 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
 
 
 def _copy_configs(source: Path, folder: Path) -> None:
-    for name in ("config.json", "generation_config.json", MODULES_FILE):
+    from smelt.export.parity.references import RUNNER_FILES
+
+    for name in RUNNER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
@@ -566,13 +571,13 @@ def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:
     return shape
 
 
-def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | ImageBatch:
+def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | FeedBatch:
     """Return the samples of the parity check; warn if they are random."""
     from smelt.export.parity.parity_samples import parity_samples
 
     batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task)
     if not is_real:
-        input_kind = "images" if ctx.traits.modality == "image" else "token ids"
+        input_kind = {"text": "token ids", "image": "images"}.get(ctx.traits.modality, "arrays")
         ctx.warn(
             "made-up-inputs",
             f"Parity was checked on random {input_kind}, because the recipe has no train or "

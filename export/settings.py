@@ -325,8 +325,12 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
             f" for {task_names(architecture='encoder')}. Remove it."
         )
         return dict.fromkeys(settings.fixed_sizes, reason)
-    if traits.modality == "image" and settings.sequence_length is not None:
-        return {"sequence_length": "an image has no tokens; its size is always fixed. Set batch_size only."}
+    if traits.modality != "text" and settings.sequence_length is not None:
+        text = f"an input of {task} has no tokens; its size is always fixed. Set batch_size only."
+        return {"sequence_length": text}
+    if traits.modality == "arrays":
+        reason = f"the graphs of {task} have a dynamic batch. Remove it."
+        return dict.fromkeys(settings.fixed_sizes, reason)
     return {}
 
 

@@ -16,7 +16,7 @@ from smelt.core.files import json_hash, resolve_path, sha256_of
 from smelt.core.messages import Message, warning
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.splits import Split
-from smelt.data.tasks import TASKS, Task, TaskTraits, task_traits
+from smelt.data.tasks import ALL_TASKS, Task, TaskTraits, task_traits
 
 Need = Literal["train", "unlabeled", "validation", "calibration", "cuda", "tensorrt"]
 
@@ -333,7 +333,7 @@ class Stage(ABC, Generic[SettingsT]):
     settings_type: ClassVar[type[Settings]]
     accepts: ClassVar[frozenset[Format]] = frozenset({"torch"})
     produces: ClassVar[Format] = "torch"
-    tasks: ClassVar[frozenset[Task]] = frozenset(TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
     needs: ClassVar[frozenset[Need]] = frozenset()
     may_need: ClassVar[frozenset[Need]] = frozenset()
     needs_float: ClassVar[bool] = False

@@ -6,11 +6,11 @@ model. The checks import no torch; it is imported when a student is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.distill.settings import DistillSettings, StudentSettings, check_layer_map
+from smelt.compress.distill.settings import DistillSettings, StudentSettings, check_layer_map, module_pairs
 from smelt.compress.distill.teacher_labels import (
     ModelLabels,
     label_errors,
@@ -24,11 +24,13 @@ from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
 from smelt.data.labels import REGRESSION, has_classifier
-from smelt.models.families.family import STACK_NAMES, Family
-from smelt.models.families.registry import FAMILIES, find_family
+from smelt.data.tasks import Task, task_traits
+from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
+from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.text_rules import position_limit
 from smelt.stage import Context
 
+_MAX_LISTED = 10  # modules that a message names
 # Config keys that define the outputs; the student gets the teacher's.
 _OUTPUT_KEYS = ("id2label", "label2id", "problem_type")
 
@@ -151,7 +153,7 @@ def make_external_student(
         ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
-    if ctx.traits.modality != "image":
+    if ctx.traits.modality == "text":
         require_same_tokens(source, src.path, "student")
     notes = import_model(
         source, folder, labels or None, ctx.seed, problem, sentences, str(ctx.traits.auto_class)
@@ -247,6 +249,7 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
 def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the errors, each with its setting, of losses that a student with this config lacks."""
     family, errors = find_family(config), check_layer_map(settings.layer_map, config, None)
+    errors += check_module_names("student", module_pairs(settings.layer_map), config)
     for index, training in enumerate(settings.phase_settings()):
         setting = "losses" if settings.phases is None else f"phases.{index}.losses"
         inner = training.losses.inner_weights()
@@ -269,6 +272,53 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
     return errors
 
 
+def inner_loss_errors(settings: DistillSettings, task: Task) -> list[Message]:
+    """Return the errors of losses on inner states: models of text have numbers of layers, others modules."""
+    by_name, without_text = bool(module_pairs(settings.layer_map)), task_traits(task).modality != "text"
+    if by_name and not without_text:
+        text = (
+            f"modules by name are for models of images or arrays; the task is {task}. Use numbers of layers."
+        )
+        return [error_message("does-not-fit-task", text, setting="layer_map")]
+    if without_text and not by_name and any(t.losses.inner_weights() for t in settings.phase_settings()):
+        setting = "losses" if settings.phases is None else "phases"
+        text = (
+            f"of a model for {task} only hidden_states of modules that layer_map pairs by name are compared,"
+            " such as layer_map: {network.features.3: network.features.5}. Set it, or remove the losses on"
+            " inner states."
+        )
+        return [error_message("does-not-fit-task", text, setting=setting)]
+    return []
+
+
+def check_module_names(role: str, names: Iterable[str], config: Mapping[str, Any]) -> list[Message]:
+    """Return the errors of names in `layer_map` that a user's module of this config does not have.
+
+    Of other models they are found when it is loaded.
+    """
+    from smelt.models.user_module import build_module
+
+    wanted = [*names]
+    if not wanted or not is_user_module(config):
+        return []
+    try:
+        network = build_module(str(config.get("module")), str(config.get("source_hash")))
+    except InputError:
+        return []  # the plan reports it
+    known = [MODULE_PREFIX, *(f"{MODULE_PREFIX}.{name}" for name, _ in network.named_modules() if name)]
+    texts = [unknown_module_error(role, name, known) for name in wanted if name not in known]
+    return [error_message("unknown-module", text, setting="layer_map") for text in texts]
+
+
+def unknown_module_error(role: str, name: str, known: Iterable[str]) -> str:
+    """Return the error text for a module that a model lacks. known: the names of those that it has."""
+    names = [each for each in known if each]
+    parent = name.rpartition(".")[0]
+    siblings = [each for each in names if each.rpartition(".")[0] == parent]
+    listed = ", ".join((siblings or [each for each in names if each.count(".") <= 1])[:_MAX_LISTED])
+    return f"the {role} has no module '{name}'. It has, among others: {listed}.{did_you_mean(name, names)}"
+
+
 def _planned_label_errors(
     settings: DistillSettings, student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> list[Message]:
@@ -289,6 +339,8 @@ def check_teacher_folders(settings: DistillSettings, config: Mapping[str, Any]) 
             continue  # the plan reports what is wrong with the folder
         if sizes := image_size_difference(teacher_config, config):
             errors.append(error_message("image-size-mismatch", sizes, setting="teacher"))
+        names = module_pairs(settings.layer_map).values()
+        errors += check_module_names("teacher", names, teacher_config)
         errors += _planned_label_errors(settings, config, teacher_config)
         limit, model_limit = position_limit(teacher_config), position_limit(config)
         max_tokens = (
@@ -332,6 +384,7 @@ def check_teacher(
     if not any(inner_losses):
         return errors
     errors += check_layer_map(settings.layer_map, student, teacher)
+    errors += check_module_names("teacher", module_pairs(settings.layer_map).values(), teacher)
     student_width, teacher_width = _hidden_size(student), _hidden_size(teacher)
     for index, inner in enumerate(inner_losses):
         if "cosine" in inner and student_width and teacher_width and student_width != teacher_width:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,23 @@ from torch.nn import functional as F
 
 from smelt.compress.distill.ensembles import restricted_divergence
 from smelt.compress.distill.inner_losses import InnerLosses
-from smelt.compress.distill.logit_cache import CachedTeacher, TeacherCall, TopKLogits, top_k_loss
-from smelt.compress.distill.settings import DistillSettings
+from smelt.compress.distill.logit_cache import CachedTeacher, TopKLogits, top_k_loss
+from smelt.compress.distill.module_losses import ModuleLosses
+from smelt.compress.distill.settings import DistillSettings, module_pairs
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.text_rules import is_sentence_model
+from smelt.models.user_module import UserModuleForArrays
+from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, PIXEL_VALUES, read_processor
 from smelt.stage import Context
 from smelt.training.extension import LossTerm
-from smelt.training.losses import batch_sentence_vectors, classification_loss, cosent_loss, model_logits
+from smelt.training.losses import (
+    batch_sentence_vectors,
+    classification_loss,
+    cosent_loss,
+    model_inputs,
+    model_logits,
+)
 
 if TYPE_CHECKING:
     from smelt.compress.distill.settings import LossWeights
@@ -73,14 +83,83 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
         )
 
 
-def make_inner_losses(student: Any, teacher: Any, settings: DistillSettings, seed: int) -> InnerLosses | None:
+def array_loss_terms(
+    outputs: Mapping[str, Tensor], teacher: Mapping[str, Tensor], weights: LossWeights, temperature: float
+) -> dict[str, LossTerm]:
+    """Return the terms of the losses on outputs of a module of arrays, each a sum over the outputs.
+
+    Args:
+        outputs: the student's, float [B, ...].
+        teacher: the teacher's, of the same shapes.
+        weights: of `outputs`, the mean squared difference of all entries, and `logits`, T^2 KL(teacher ||
+            student) over the last axis, the mean over the others.
+        temperature: T.
+    """
+    terms = {}
+    if weights.outputs:
+        distances = [F.mse_loss(outputs[name].float(), teacher[name].float()) for name in outputs]
+        terms["outputs"] = LossTerm(weights.outputs * torch.stack(distances).sum())
+    if weights.logits:
+        divergences = []
+        for name, value in outputs.items():
+            log_probs = (value.float() / temperature).log_softmax(dim=-1)
+            expected = (teacher[name].float() / temperature).log_softmax(dim=-1)
+            divergence = F.kl_div(log_probs, expected, reduction="none", log_target=True).sum(dim=-1)
+            divergences.append(temperature**2 * divergence.mean())
+        terms["logits"] = LossTerm(weights.logits * torch.stack(divergences).sum())
+    return terms
+
+
+def require_equal_outputs(student: Any, teacher: Any) -> None:
+    """Require that two modules of arrays return the same outputs.
+
+    Raises:
+        InputError: `outputs-mismatch`.
+    """
+    shapes = []
+    with torch.no_grad():
+        for model in (student, teacher):
+            outputs = model(**student.example_inputs(2)).arrays
+            shapes.append({name: list(value.shape[1:]) for name, value in outputs.items()})
+    if shapes[0] != shapes[1]:
+        raise InputError(
+            f"distill: the student returns {shapes[0]} for each sample, but the teacher {shapes[1]}. Both"
+            " must return the same outputs.",
+            code="outputs-mismatch",
+            setting="teacher",
+        )
+
+
+def _array_outputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of a module of arrays by name."""
+    output: Any = model(**model_inputs(batch))
+    arrays: dict[str, Tensor] = output.arrays
+    return arrays
+
+
+def make_inner_losses(
+    student: Any, teacher: Any, settings: DistillSettings, seed: int, folder: Path | None = None
+) -> InnerLosses | ModuleLosses | None:
     """Return the losses on inner states of the two models, None if the settings have none.
+
+    folder: of the student, with its processor of images; for modules by name.
 
     Raises:
         InputError: the two models do not have what the losses compare.
     """
     if not settings.losses.inner_weights():
         return None
+    if pairs := module_pairs(settings.layer_map):
+        assert folder is not None
+        return ModuleLosses(
+            student,
+            teacher,
+            settings.losses.hidden_states or 0.0,
+            pairs,
+            _example_inputs(student, folder),
+            seed,
+            mean_over_layers=settings.layer_reduction == "mean",
+        )
     return InnerLosses(
         student,
         teacher,
@@ -90,6 +169,14 @@ def make_inner_losses(student: Any, teacher: Any, settings: DistillSettings, see
         seed,
         mean_over_layers=settings.layer_reduction == "mean",
     )
+
+
+def _example_inputs(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Return inputs of two samples. folder: of the model, with its processor of images."""
+    if isinstance(model, UserModuleForArrays):
+        return model.example_inputs(2)
+    size = read_processor(folder).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
+    return {PIXEL_VALUES: torch.zeros(2, model.config.num_channels, *size)}
 
 
 def make_cached_teacher(
@@ -112,8 +199,10 @@ def make_cached_teacher(
     return CachedTeacher(teacher, config, _teacher_call(teacher), settings, identity, vocab_size, ctx)
 
 
-def _teacher_call(teacher: Any) -> TeacherCall:
+def _teacher_call(teacher: Any) -> Callable[[Any, Mapping[str, Tensor]], Any]:
     """Return the function that runs `teacher` on a batch."""
+    if isinstance(teacher, UserModuleForArrays):
+        return _array_outputs
     return batch_sentence_vectors if is_sentence_model(teacher) else model_logits
 
 
@@ -131,7 +220,7 @@ class DistillObjective:
         self,
         teacher: Any,
         settings: DistillSettings,
-        inner: InnerLosses | None = None,
+        inner: InnerLosses | ModuleLosses | None = None,
         cached_teacher: CachedTeacher | None = None,
     ) -> None:
         self._teacher, self._settings = teacher, settings
@@ -142,7 +231,7 @@ class DistillObjective:
         self._uses_teacher_outputs = bool(
             self._vector_weights["sentence_embedding"] or self._vector_weights["pairwise_similarity"]
             if self._is_embedder
-            else weights.logits or weights.reverse_kl
+            else weights.logits or weights.reverse_kl or weights.outputs
         )
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, LossTerm]:
@@ -152,6 +241,10 @@ class DistillObjective:
         terms: dict[str, LossTerm] = {}
         if self._is_embedder:
             terms |= vector_loss_terms(student_outputs, teacher_outputs, labels, self._vector_weights)
+        elif isinstance(student_outputs, dict):
+            if teacher_outputs is not None:
+                temperature = self._settings.temperature
+                terms |= array_loss_terms(student_outputs, teacher_outputs, weights, temperature)
         elif weights.logits or weights.labels or weights.reverse_kl:
             components: dict[str, Tensor] = {}
             loss = _output_loss(

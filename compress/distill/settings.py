@@ -6,9 +6,9 @@ Hidden states are numbered as in transformers: 0 is the embedding output, n the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from smelt.compress.distill.augmentation import AugmentationSettings
 from smelt.compress.finetune import TechniqueTrainingSettings
@@ -51,6 +51,11 @@ class LossWeights(Settings):
         description="sentence-similarity: CoSENT loss on the order of the pairs' scores",
     )
 
+    outputs: float | None = Field(
+        default=None,
+        ge=0,
+        description="custom: MSE of the outputs; default 1.0 without logits",
+    )
     reverse_kl: float | None = Field(default=None, ge=0, description="T^2 KL(student || teacher)")
     hidden_states: float | None = Field(
         default=None,
@@ -68,7 +73,7 @@ class LossWeights(Settings):
 
     def uses_teacher(self) -> bool:
         """Return whether any term uses the teacher."""
-        return bool(self.logits or self.reverse_kl or self.inner_weights())
+        return bool(self.logits or self.reverse_kl or self.outputs or self.inner_weights())
 
     def inner_weights(self) -> dict[str, float]:
         """Return the weights above 0 of the terms on inner states."""
@@ -83,11 +88,11 @@ class LossWeights(Settings):
 
     def check_task(self, task: Task) -> list[Message]:
         """Return the errors, each with its setting: terms of another task, or no term at all."""
-        task_terms = (
-            {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES}
-            if task_traits(task).output == "embedding"
-            else set(type(self).model_fields) - set(_VECTOR_LOSS_DEFAULTS)
-        )
+        output = task_traits(task).output
+        task_terms = {
+            "embedding": {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES},
+            "arrays": {"logits", "outputs", "hidden_states"},
+        }.get(output, set(type(self).model_fields) - {*_VECTOR_LOSS_DEFAULTS, "outputs"})
         unknown = sorted(
             name for name in self.model_fields_set - task_terms if getattr(self, name) is not None
         )
@@ -146,7 +151,15 @@ class PhaseWeights(LossWeights):
 
 StackName = Literal["encoder_layers", "decoder_layers", "layers"]
 StackMap: TypeAlias = Literal["uniform", "last"] | dict[int, int]
-LayerMap: TypeAlias = StackMap | dict[StackName, StackMap]
+# With a dot, unlike the name of a stack.
+ModuleName = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]
+LayerMap: TypeAlias = StackMap | dict[StackName, StackMap] | dict[ModuleName, ModuleName]
+
+
+def module_pairs(layer_map: LayerMap) -> dict[str, str]:
+    """Return the teacher's modules by those of the student; empty if `layer_map` has numbers of layers."""
+    pairs = layer_map if isinstance(layer_map, dict) else {}
+    return {name: other for name, other in pairs.items() if isinstance(name, str) and "." in name}  # type: ignore[misc]
 
 
 def stack_map(layer_map: LayerMap, stack: str) -> StackMap:
@@ -205,7 +218,7 @@ def check_layer_map(
         teacher: the teacher's Hugging Face config, None if unknown.
     """
     family = find_family(student)
-    if family is None:
+    if family is None or module_pairs(layer_map):
         return []
     errors: list[Message] = []
     stacks = {stack.name: stack.num_layers(student) for stack in family.stacks(student)}
@@ -368,7 +381,8 @@ class DistillSettings(TechniqueTrainingSettings):
     )
     layer_map: LayerMap = Field(
         default="uniform",
-        description="teacher layer for each student layer, as {1: 4}, or that per stack",
+        description="teacher layer for each student layer, as {1: 4}, or that per stack; of models of images"
+        " and arrays the teacher's module for each of the student, by name",
     )
     layer_reduction: Literal["sum", "mean"] = Field(
         default="sum", description="hidden_states and attention: sum or mean over the mapped layers"
@@ -408,6 +422,14 @@ class DistillSettings(TechniqueTrainingSettings):
             or task_traits(task).output == "embedding"
         ):
             return self
+        if task_traits(task).output == "arrays":
+            # outputs are logits only if the user says so
+            logits = self.losses.logits if "logits" in self.losses.model_fields_set else 0.0
+            outputs = self.losses.outputs
+            if outputs is None and not logits and not self.losses.inner_weights():
+                outputs = 1.0
+            array_weights = {"logits": logits, "outputs": outputs}
+            return self.model_copy(update={"losses": self.losses.model_copy(update=array_weights)})
         labels = 0.5
         if task_traits(task).generates:
             labels = 0.0 if self.losses.logits or self.losses.reverse_kl else 1.0
@@ -494,6 +516,12 @@ class DistillSettings(TechniqueTrainingSettings):
                 f"layer_map has no effect without one of the losses {', '.join(INNER_LOSSES)}",
                 code="unused-setting",
             )
+        if module_pairs(self.layer_map) and inner - {"hidden_states"}:
+            unknown = ", ".join(sorted(inner - {"hidden_states"}))
+            raise SettingError(
+                f"layer_map: of named modules only hidden_states are compared; remove the loss {unknown}",
+                code="settings-conflict",
+            )
         if self.layer_reduction != "sum" and not inner & {"hidden_states", "attention"}:
             raise SettingError(
                 "layer_reduction has no effect without the loss hidden_states or attention",
@@ -522,7 +550,7 @@ class DistillSettings(TechniqueTrainingSettings):
         uses_outputs = (
             vectors["sentence_embedding"] or vectors["pairwise_similarity"]
             if task_traits(task).output == "embedding"
-            else w.logits or w.reverse_kl
+            else w.logits or w.reverse_kl or w.outputs
         )
         return bool(uses_outputs) and not w.inner_weights()
 

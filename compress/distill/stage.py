@@ -23,6 +23,7 @@ from smelt.compress.distill.check_config import (
     check_student,
     check_teacher,
     check_teacher_folders,
+    inner_loss_errors,
     make_external_student,
 )
 from smelt.compress.distill.settings import INNER_LOSSES, DistillSettings, SequenceSettings
@@ -210,11 +211,7 @@ class Distill(Stage[DistillSettings]):
         if settings.sampling == "balanced" and settings.train_on != "labeled":
             text = "samples without labels have no classes to draw by; remove it, or train_on."
             errors.append(error_message("missing-labels", text, setting="sampling"))
-        if task_traits(task).modality == "image":
-            with_inner = [t for t in settings.phase_settings() if t.losses.inner_weights()]
-            setting = "losses" if settings.phases is None else "phases"
-            text = f"{task} supports only losses on logits; remove the losses on inner states."
-            errors += [error_message("does-not-fit-task", text, setting=setting) for _ in with_inner[:1]]
+        errors += inner_loss_errors(settings, task)
         unscored = [data[n] for n in ("train", "validation") if n in data and not data[n].has_labels]
         if (
             task_traits(task).output == "embedding"
@@ -357,7 +354,7 @@ def _train_phases(
     warned: list[list[Message]] = []
     trainings = [training.without_default_dropout() for training in settings.phase_settings()]
     inners = [
-        make_inner_losses(model, teacher, training, ctx.seed) for training in trainings
+        make_inner_losses(model, teacher, training, ctx.seed, src.path) for training in trainings
     ]  # raise before training
     for training, inner in zip(trainings, inners, strict=True):
         phase_cache = cached_teacher if training.needs_only_outputs(ctx.task) else None

@@ -200,7 +200,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
-    if ctx.traits.modality != "image":
+    if ctx.traits.modality == "text":
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
     rules = (
@@ -263,7 +263,7 @@ def align_vocabularies(
 
     The report gets the number of common tokens if a teacher has more.
     """
-    if ctx.traits.modality == "image":
+    if ctx.traits.modality != "text":
         return [None] * len(teachers)
     token_maps = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers
@@ -327,6 +327,11 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
             code="vocabulary-mismatch",
             setting="teacher",
         )
+    if kinds[0] == "arrays":
+        from smelt.compress.distill.objective import require_equal_outputs
+
+        require_equal_outputs(model, teacher)
+        return
     if is_sentence_model(model):
         from smelt.compress.distill.objective import require_comparable_vectors
 

@@ -42,13 +42,12 @@ from smelt.compress.factorize.ranks import (
     tucker2_macs,
 )
 from smelt.compress.factorize.settings import DEFAULT_ENERGY, VBMF, FactorizeSettings
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, RunError
 from smelt.models.checkpoint import count_stored_parameters
 from smelt.models.edits import module_names, replace_layer
 from smelt.models.layers import LowRankConv, make_conv_steps
-from smelt.models.operations import count_operations
+from smelt.models.operations import MODULE_ERRORS, count_operations
 from smelt.models.user_module import fixed_layers
-from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, ImageProcessor
 from smelt.stage import Context
 
 _CP_MAX_ITERATIONS = 200  # iterations
@@ -261,15 +260,24 @@ _COLOR_CHANNELS = 3
 ConvolutionRanks = tuple[int, ...]
 
 
+def _report_operations(detail: str, model: Any, size: tuple[int, int], ctx: Context) -> None:
+    """Report the operations of `model`, unless its forward is a user's that cannot be run without values."""
+    try:
+        ctx.details[detail] = count_operations(model, size)
+    except RunError as error:
+        if error.code not in MODULE_ERRORS:
+            raise
+
+
 def factorize_convolutions(
-    model: Any, edits: list[Any], processor: ImageProcessor, settings: FactorizeSettings, ctx: Context
+    model: Any, edits: list[Any], size: tuple[int, int], settings: FactorizeSettings, ctx: Context
 ) -> None:
     """Factorize the convolutions of `model` that gain by it; report in `ctx.details`.
 
     Args:
         model: changed in place.
         edits: its edits; the new ones are appended.
-        processor: defines the image size for counting operations.
+        size: height and width of its images, for counting operations; not used for arrays.
         settings: method, ranks, patterns and optimize_for.
         ctx: seed, progress; collects details and warnings.
 
@@ -291,8 +299,7 @@ def factorize_convolutions(
             " convolution. Change the patterns.",
             code="no-layer-selected",
         )
-    size = processor.shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
-    ctx.details["flops_before"] = count_operations(model, size)
+    _report_operations("flops_before", model, size, ctx)
     ctx.details["parameters_before"] = count_stored_parameters(model)
     ranks: dict[str, list[int]] = {}
     errors: dict[str, float] = {}
@@ -308,7 +315,7 @@ def factorize_convolutions(
         ranks[name], errors[name] = list(chosen_ranks), round(error, 4)
         ctx.progress(index, len(layers), name)
     ctx.details.update(ranks=ranks, relative_error=errors, left_alone=kept_reasons)
-    ctx.details["flops_after"] = count_operations(model, size)
+    _report_operations("flops_after", model, size, ctx)
     ctx.details["parameters_after"] = count_stored_parameters(model)
     if not ranks:
         ctx.warn(

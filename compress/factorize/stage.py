@@ -139,12 +139,14 @@ class Factorize(Stage[FactorizeSettings]):
     def _factorize_convolutions(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
         from smelt.compress.factorize.convolutions import factorize_convolutions
         from smelt.models.checkpoint import save_model
-        from smelt.runtimes.images import read_processor
+        from smelt.models.families.registry import reads_arrays
+        from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, read_processor
 
         model, edits = load_float_model(src, self.name)
         for error in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
-        factorize_convolutions(model, edits, read_processor(src.path), settings, ctx)
+        size = None if reads_arrays(model.config.to_dict()) else read_processor(src.path).shape
+        factorize_convolutions(model, edits, size or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE), settings, ctx)
         ctx.warnings.extend(save_model(model, edits, ctx.out, src.path, settings.dtype))
 
     def _factorize(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:

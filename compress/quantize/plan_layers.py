@@ -23,7 +23,7 @@ from smelt.core.messages import Message, warning
 from smelt.data.labels import HEAD_SUFFIXES
 from smelt.models.edits import module_names, replace_layer
 from smelt.models.empty_model import quantized_bytes
-from smelt.models.families.registry import family_of, token_lookup_modules
+from smelt.models.families.registry import family_of, reads_arrays, token_lookup_modules
 from smelt.models.layers import (
     LowRankConv,
     LowRankCorrectedLinear,
@@ -231,6 +231,8 @@ def output_layer(model: Any) -> Any:
     if head is None and type(model).__name__.endswith(HEAD_SUFFIXES):
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         head = next((m for m in reversed(linears) if m.out_features == model.config.num_labels), None)
+    if head is None and reads_arrays(model.config.to_dict()) and model.config.output_layers:
+        head = model.get_submodule(model.config.output_layers[-1])
     return head
 
 

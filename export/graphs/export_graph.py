@@ -54,6 +54,7 @@ from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
 from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.models.tokenizer import uses_token_types
+from smelt.models.user_module import UserModuleForArrays
 from smelt.quantization import emit
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear, is_quantized
 from smelt.runtimes.images import PIXEL_VALUES
@@ -345,6 +346,8 @@ def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _ATTENTION_NAME
     kind = family.architecture if family else None
+    if isinstance(model, UserModuleForArrays):
+        return [_arrays_graph(model)]
     if family and family.input_kind == "images":
         return [_image_graph(model, image_size)]
     if kind == "seq2seq" and model.can_generate():
@@ -383,6 +386,29 @@ def _image_graph(model: Any, size: tuple[int, int] | None) -> GraphSpec:
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     return GraphSpec(
         "model", SinglePassImageModel(model), (pixels,), [PIXEL_VALUES], ["logits"], ({0: "batch"},)
+    )
+
+
+class SinglePassArraysModel(nn.Module):
+    """The inputs of a module of arrays, in the order of its config -> its outputs."""
+
+    def __init__(self, model: UserModuleForArrays) -> None:
+        super().__init__()
+        self.model, self.attentions = model, attention_modules(model)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs."""
+        named = dict(zip(self.model.config.inputs, inputs, strict=True))
+        return tuple(self.model(**named).arrays.values())
+
+
+def _arrays_graph(model: UserModuleForArrays) -> GraphSpec:
+    fold_batch_norms(model)
+    examples, outputs = model.example_inputs(2), list(model.config.outputs)
+    # of one argument with several inputs, as torch.export sees it
+    axes = (tuple({0: "batch"} for _ in examples),)
+    return GraphSpec(
+        "model", SinglePassArraysModel(model), tuple(examples.values()), [*examples], outputs, axes
     )
 
 

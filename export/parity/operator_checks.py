@@ -31,14 +31,13 @@ from torch.nn import functional as F
 from smelt.core.errors import ParityError
 from smelt.export.graph_files import link_external_data, write_graph
 from smelt.export.parity.references import TorchReference, widen_to_float32
-from smelt.generation.backend import PAST_PREFIX
+from smelt.generation.backend import PAST_PREFIX, FeedBatch
 from smelt.generation.generating_runners import position_ids
 from smelt.quantization.groupwise import MATMUL_NBITS
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
 from smelt.runtimes.fixed_shapes import FixedShape, fixed_feeds, read_fixed_shape
-from smelt.runtimes.images import PIXEL_VALUES, ImageBatch
 
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
@@ -445,8 +444,8 @@ def run_graph_calls(
     from smelt.runtimes.onnx_session import open_onnx_session
 
     batch = reference.batch
-    if isinstance(batch, ImageBatch):
-        for feeds in fixed_feeds({PIXEL_VALUES: batch.pixel_values}, session_shape(session)):
+    if isinstance(batch, FeedBatch):
+        for feeds in fixed_feeds(batch.feeds, session_shape(session)):
             yield GraphCall(feeds, slice(None), None), _run(session, feeds)
         return
     is_token = batch.attention_mask == 1

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from smelt.data.splits import Split, input_texts
 from smelt.data.tasks import Task, task_traits
-from smelt.generation.backend import Batch
+from smelt.generation.backend import Batch, FeedBatch
 from smelt.generation.generating_runners import is_causal
 from smelt.generation.prompt_batches import pad_left, padding_token
 from smelt.models.checkpoint import load_tokenizer
@@ -25,6 +25,7 @@ from smelt.models.text_rules import NO_LIMIT, join_texts, max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import pad_batch
+from smelt.runtimes.single_call_runners import ArrayBatch
 
 PARITY_ROWS, PARITY_LENGTH, PARITY_STEPS = 8, 48, 8
 # samples of the data to choose from
@@ -40,10 +41,10 @@ def parity_samples(
     task: Task,
     rows: int = PARITY_ROWS,
     length: int = PARITY_LENGTH,
-) -> tuple[Batch | ImageBatch, bool]:
+) -> tuple[Batch | FeedBatch, bool]:
     """Return texts for the model of the runner `parent`, and whether they are real; see `parity_batch`.
 
-    For an image model the samples are images.
+    For an image model the samples are images, for a module of arrays these.
 
     Args:
         parent: its config describes the inputs.
@@ -55,6 +56,8 @@ def parity_samples(
     """
     if task_traits(task).modality == "image":
         return _image_samples(parent, data, rows)
+    if task_traits(task).modality == "arrays":
+        return _array_samples(parent, data, rows)
     tokenizer = load_tokenizer(folder)
     limit = min(max_input_length(tokenizer, parent.config), parent.backend.max_tokens_per_call or NO_LIMIT)
     if is_causal(parent.config):
@@ -73,6 +76,17 @@ def _image_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[I
         return ImageBatch(random_values.astype(np.float32)), False
     subset = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
     return ImageBatch(stack_image_inputs(split_images(subset, parent.processor))), True
+
+
+def _array_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[ArrayBatch, bool]:
+    """Return arrays spread over the data; without any, those of `example_inputs`."""
+    split = _select_split(data)
+    if split is None or split.arrays is None:
+        examples = parent.backend.model.example_inputs(rows)
+        return ArrayBatch({name: value.numpy() for name, value in examples.items()}), False
+    subset = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
+    assert subset.arrays is not None
+    return ArrayBatch(parent.signature.make_feeds(subset.arrays, 0, len(subset))), True
 
 
 def parity_batch(
@@ -224,6 +238,11 @@ OTHER_EXAMPLE_LENGTHS = (
 )  # of another batch: a fixed number of rows or tokens fits at most one of the two
 _PAST_LENGTH = 7  # tokens in the cache of a decoder
 _NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+# Of arrays, as ONNX Runtime names their types.
+INTEGER_DTYPES: dict[str, Any] = {
+    "tensor(bool)": np.bool_,
+    **{f"tensor({name})": np.dtype(name) for name in ("uint8", "int8", "int16", "int32", "int64")},
+}
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -239,7 +258,7 @@ def example_feeds(
     Args:
         session: of ONNX Runtime.
         tokens: int64 [n], n >= 1, real tokens of the model's vocabulary to choose from; None for a graph of
-            images, whose pixels are random.
+            images or arrays, which are random, integers 0.
         lengths: of the rows, in tokens; the number of images is the same.
     """
     if tokens is None:
@@ -305,7 +324,10 @@ def _feeds(session: Any, values: Feeds, sizes: dict[str, int]) -> Feeds:
     feeds: Feeds = {}
     for item in session.get_inputs():
         kind = _NUMPY_DTYPES.get(item.type)
-        if kind is None:
+        if kind is None and item.name not in values:
+            shape = [size if isinstance(size, int) else sizes[size] for size in item.shape]
+            feeds[item.name] = np.zeros(shape, INTEGER_DTYPES[item.type])
+        elif kind is None:
             feeds[item.name] = np.asarray(values[item.name], order="C")
         else:
             shape = [size if isinstance(size, int) else sizes[size] for size in item.shape]

@@ -40,7 +40,7 @@ from smelt.export.graphs.attention import attention_modules, split_heads
 from smelt.export.parity.parity_samples import PARITY_STEPS
 from smelt.export.parity.single_texts import SingleTexts, has_run_time_ranges, join_outputs, split_texts
 from smelt.export.value_types import values_of_type
-from smelt.generation.backend import Batch, Tokens
+from smelt.generation.backend import Batch, FeedBatch, Tokens
 from smelt.generation.generating_runners import is_causal, position_ids
 from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import MODULES_FILE
@@ -48,11 +48,14 @@ from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
-from smelt.runtimes.images import ImageBatch
+from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]
+
+# The files of a model next to its graphs by which a runner is chosen.
+RUNNER_FILES = ("config.json", "generation_config.json", MODULES_FILE, SIGNATURE_FILE)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def check_output(
 
 @dataclass(frozen=True)
 class TorchReference:
-    """The parent's outputs for a batch (a `Batch`, or an `ImageBatch`), as deployed.
+    """The parent's outputs for a batch (a `Batch`, or a `FeedBatch`), as deployed.
 
     logits: float32 [B, C] (for an embedder the vectors, [B, D]; for a head of tokens [tokens, C], without
     padding), or [STEPS, B, V] of greedy steps. tokens: int64 [STEPS, B], the decoder's input; None for an
@@ -179,7 +182,7 @@ class ExactReference:
     all_logits: FloatArray | None = None
 
 
-def run_reference(runner: Any, batch: Batch | ImageBatch) -> TorchReference:
+def run_reference(runner: Any, batch: Batch | FeedBatch) -> TorchReference:
     """Run the parent's runner on `batch`; called before its model is prepared for an export.
 
     Of an encoder whose ranges depend on padding, each text is computed alone.
@@ -201,10 +204,10 @@ def rerun_reference(runner: Any, reference: TorchReference) -> TorchReference:
     return replace(reference, logits=logits, encoder_states=hidden)
 
 
-def run_as_deployed(runner: Any, batch: Batch | ImageBatch, by_text: bool = False) -> TorchReference:
+def run_as_deployed(runner: Any, batch: Batch | FeedBatch, by_text: bool = False) -> TorchReference:
     """Run the parent's runner on `batch`; a model that generates is decoded greedily for some steps."""
     called: Any = SingleTexts(runner) if by_text else runner
-    if isinstance(batch, ImageBatch) or not (
+    if isinstance(batch, FeedBatch) or not (
         is_causal(runner.config) or runner.config.get("is_encoder_decoder")
     ):
         logits = without_padded_tokens(called.forward(batch), batch).copy()
@@ -237,12 +240,12 @@ def _greedy_reference(runner: Any, batch: Batch, start: Tokens, hidden: FloatArr
     return TorchReference(batch, np.stack(logits), np.stack(tokens[:-1]), hidden)
 
 
-def without_padded_tokens(result: FloatArray, batch: Batch | ImageBatch) -> FloatArray:
+def without_padded_tokens(result: FloatArray, batch: Batch | FeedBatch) -> FloatArray:
     """Return the outputs of tokens, [B, L, C], without padding as [tokens, C]; others as they are.
 
     Where all keys of a position are masked, as in a padded local window, only rounding decides its output.
     """
-    if isinstance(batch, ImageBatch) or result.shape[:2] != batch.attention_mask.shape or result.ndim != 3:
+    if isinstance(batch, FeedBatch) or result.shape[:2] != batch.attention_mask.shape or result.ndim != 3:
         return result
     return np.asarray(result[batch.attention_mask == 1])
 
@@ -268,9 +271,10 @@ def run_exact(model: Any, reference: TorchReference) -> ExactReference:
         return _run_encoder_decoder(model, reference.batch, reference.tokens)
 
 
-def _run_single_pass(model: Any, batch: Batch | ImageBatch) -> FloatArray:
-    if isinstance(batch, ImageBatch):
-        logits: FloatArray = model(pixel_values=torch.from_numpy(batch.pixel_values)).logits.numpy()
+def _run_single_pass(model: Any, batch: Batch | FeedBatch) -> FloatArray:
+    if isinstance(batch, FeedBatch):
+        inputs = {name: torch.from_numpy(value) for name, value in batch.feeds.items()}
+        logits: FloatArray = model(**inputs).logits.numpy()
         return logits
     ids, mask = _tensors(batch)
     types = {}
@@ -397,7 +401,7 @@ def make_dequantized_copy(
     """
     with TemporaryDirectory(dir=folder, prefix=".exact-") as temporary:
         copy = Path(temporary)
-        for name in ("config.json", "generation_config.json", MODULES_FILE):
+        for name in RUNNER_FILES:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, copy / name)
         for name in names:

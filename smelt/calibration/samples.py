@@ -276,9 +276,9 @@ def make_batches(samples: Sequence[EncodedSample], config: Any) -> Iterator[Tens
 
 
 def _count_tokens(batch: TensorBatch) -> int:
-    """Return the number of tokens in `batch`, source and target, without padding; of images, the images."""
+    """Return the number of tokens in `batch`, source and target, without padding; else of its samples."""
     if "attention_mask" not in batch:
-        return len(batch["pixel_values"])
+        return len(next(iter(batch.values())))
     labels = batch.get("labels")
     targets = batch.get("decoder_input_ids")
     count = int(batch["attention_mask"].sum())

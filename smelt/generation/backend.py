@@ -27,6 +27,15 @@ Logits = NDArray[np.float32]
 ENCODER_OUTPUTS = ("logits", "sentence_embedding")
 
 
+class FeedBatch:
+    """A batch without tokens."""
+
+    @property
+    def feeds(self) -> dict[str, NDArray[Any]]:
+        """The inputs of the model by name, each [B, ...]."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Batch:
     """Tokenized texts, padded on the right.

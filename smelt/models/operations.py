@@ -19,6 +19,7 @@ from smelt.core.errors import RunError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import empty_model
 from smelt.models.families.registry import reads_images
+from smelt.models.user_module import UserModuleForArrays
 from smelt.quantization.layers import (
     QuantizedActivation,
     QuantizedConv2d,
@@ -37,7 +38,7 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
     Args:
         model: float, in eval mode; it is not changed.
         size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
-            image height and width.
+            image height and width; not used for arrays, whose config has their sizes.
 
     Raises:
         RunError: `module-failed`: a user's module raises an error; `data-dependent-forward`: it reads values.
@@ -69,6 +70,8 @@ def _count(model: Any, size: tuple[int, int]) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
         if reads_images(model.config.to_dict()):
             model(pixel_values=torch.zeros(1, model.config.num_channels, *size, device=device))
+        elif isinstance(model, UserModuleForArrays):
+            model(**{name: value.to(device) for name, value in model.example_inputs(1).items()})
         else:
             ids, decoder_ids = (torch.ones(1, n, dtype=torch.long, device=device) for n in size)
             options: dict[str, Any] = {"decoder_input_ids": decoder_ids}

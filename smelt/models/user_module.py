@@ -3,7 +3,7 @@
 A module is built by a function in the user's own code. Its code is imported from the user's cache, by its
 hash (`smelt.core.user_code`), never from the folder of a model.
 
-Shapes: B = batch, C = classes, h, w = height and width of the images.
+Shapes: B = batch, C = classes, h, w = height and width of the images, N = values of all outputs of a sample.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection
-from contextlib import redirect_stdout
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 from smelt.core.errors import InputError, RunError, did_you_mean
 from smelt.core.user_code import first_on_path, import_current, recorded_source, user_code_errors
 from smelt.models.families.family import MODULE_PREFIX
-from smelt.models.families.torch_module import FAMILY
+from smelt.models.families.torch_module import ARRAYS_FAMILY, IMAGES_FAMILY
 from smelt.models.layers import LowRankConv
 
 
@@ -32,11 +33,11 @@ class UserModuleConfig(transformers.PretrainedConfig):  # type: ignore[misc]
 
     module: the function that builds it, `package.module:function`. source_hash: of its code. num_channels: of
     the images. fixed_layers: linear layers and convolutions that cannot be replaced, as
-    `find_fixed_layers`. linear_layers, convolutions: how many others there
+    in `TrialRun`. linear_layers, convolutions: how many others there
     are, without the output layer.
     """
 
-    model_type = FAMILY.name
+    model_type = IMAGES_FAMILY.name
     module: str = ""
     source_hash: str = ""
     num_channels: int = 3
@@ -45,16 +46,27 @@ class UserModuleConfig(transformers.PretrainedConfig):  # type: ignore[misc]
     convolutions: int = 0
 
 
-class UserModuleForImageClassification(transformers.PreTrainedModel):  # type: ignore[misc]
-    """A classifier of images whose logits are the output of a user's module.
+class UserModuleArraysConfig(UserModuleConfig):
+    """The config of a user's module whose inputs and outputs are arrays.
+
+    inputs: for each its dtype and the sizes of a sample, without the batch. outputs: their names.
+    output_layers: the linear layers whose outputs they are.
+    """
+
+    model_type = ARRAYS_FAMILY.name
+    inputs: dict[str, list[Any]] | None = None
+    outputs: list[str] | None = None
+    output_layers: list[str] | None = None
+
+
+class _UserModule(transformers.PreTrainedModel):  # type: ignore[misc]
+    """A model that calls a user's module.
 
     Raises:
         InputError: as `build_module`.
     """
 
-    config_class = UserModuleConfig
     base_model_prefix = MODULE_PREFIX
-    main_input_name = "pixel_values"
     _no_split_modules: ClassVar[list[str]] = []
 
     def __init__(self, config: UserModuleConfig) -> None:
@@ -65,28 +77,98 @@ class UserModuleForImageClassification(transformers.PreTrainedModel):  # type: i
     def _init_weights(self, module: nn.Module) -> None:
         """Keep the values that the user's code sets."""
 
+    def _call(self, inputs: str, *tensors: Tensor, **named: Tensor) -> Any:
+        """Return the output of the user's module. inputs: what they are, for messages.
+
+        Raises:
+            RunError: `module-failed`: the user's code raised an error. While torch exports the model, torch's
+                own errors are passed on.
+        """
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (*tensors, *named.values()))
+        problem = f"'{self.config.module}' fails on {inputs} {shapes}"
+        exports = torch.compiler.is_compiling()  # torch handles some errors itself
+        with nullcontext() if exports else user_code_errors(problem, RunError):
+            return getattr(self, MODULE_PREFIX)(*tensors, **named)
+
+
+class UserModuleForImageClassification(_UserModule):
+    """A classifier of images whose logits are the output of a user's module."""
+
+    config_class = UserModuleConfig
+    main_input_name = "pixel_values"
+
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, **_: Any
     ) -> ImageClassifierOutputWithNoAttention:
         """Return the logits, float [B, C], and the loss with labels, for pixels float [B, 3, h, w].
 
         Raises:
-            RunError: `module-failed`: the user's code raised an error. While torch exports the model, torch's
-                own errors are passed on.
+            RunError: as `_call`.
         """
-        network = getattr(self, MODULE_PREFIX)
-        if torch.compiler.is_compiling():  # also exporting; torch handles some errors itself
-            logits = network(pixel_values)
-        else:
-            problem = f"'{self.config.module}' fails on images {list(pixel_values.shape)}"
-            with user_code_errors(problem, RunError):
-                logits = network(pixel_values)
+        logits = self._call("images", pixel_values)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
 
-USER_MODULE_CLASSES = {UserModuleForImageClassification.__name__: UserModuleForImageClassification}
-transformers.AutoConfig.register(FAMILY.name, UserModuleConfig, exist_ok=True)
+@dataclass(frozen=True)
+class ArraysOutput:
+    """The outputs of a module by name, each [B, ...], and all of them in one tensor, float [B, N]."""
+
+    arrays: dict[str, Tensor]
+    logits: Tensor
+
+
+class UserModuleForArrays(_UserModule):
+    """A user's module with arrays as inputs and outputs."""
+
+    config_class = UserModuleArraysConfig
+
+    def forward(self, **inputs: Tensor) -> ArraysOutput:
+        """Return the outputs for the inputs of the config, each [B, ...].
+
+        Raises:
+            RunError: as `_call`; `wrong-output`: the outputs have other names than in the plan.
+        """
+        named = {name: inputs[name] for name in self.config.inputs}
+        outputs = named_outputs(self._call(f"arrays {', '.join(named)}", **named))
+        if [*outputs] != self.config.outputs:
+            raise RunError(
+                f"'{self.config.module}' returned the outputs {', '.join(outputs)}, but"
+                f" {', '.join(self.config.outputs)} when the recipe was checked. Return the same ones for all"
+                " inputs.",
+                code="wrong-output",
+            )
+        return ArraysOutput(outputs, torch.cat([value.flatten(1) for value in outputs.values()], dim=1))
+
+    def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
+        """Return inputs: normally distributed numbers, and zeros as integers, which are valid indices."""
+        generator = torch.Generator().manual_seed(0)
+        examples = {}
+        for name, (dtype, *sizes) in self.config.inputs.items():
+            kind = getattr(torch, dtype)
+            shape = (batch_size, *sizes)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
+            examples[name] = drawn.to(kind) if kind.is_floating_point else torch.zeros(shape, dtype=kind)
+        return examples
+
+
+def named_outputs(output: Any) -> dict[str, Tensor]:
+    """Return the tensors that a module returned by name: `output` of one, `output_0` and so on of several.
+
+    A dictionary has its own names.
+    """
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, tuple | list):
+        return {f"output_{index}": value for index, value in enumerate(output)}
+    return {"output": output}
+
+
+USER_MODULE_CLASSES: dict[str, type[_UserModule]] = {
+    each.__name__: each for each in (UserModuleForImageClassification, UserModuleForArrays)
+}
+for _config_class in (UserModuleConfig, UserModuleArraysConfig):
+    transformers.AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
 
 
 def build_module(module: str, source_hash: str) -> nn.Module:
@@ -130,23 +212,36 @@ def empty_user_module(model_class: Any, config: Any) -> Any:
     return model
 
 
-def find_fixed_layers(network: nn.Module, pixels: Tensor) -> tuple[Tensor, list[str]]:
-    """Run `network` once; return its output, and the linear layers and convolutions that cannot be replaced.
+@dataclass(frozen=True)
+class TrialRun:
+    """One run of a user's module: what it returned, and its layers by name.
 
-    Those that were not called: their weights are read by another module (`nn.MultiheadAttention` reads those
-    of `out_proj`), or unused. And those of a subclass, which computes something else.
+    fixed_layers: linear layers and convolutions that cannot be replaced. Those that were not called: their
+        weights are read by another module (`nn.MultiheadAttention` reads those of `out_proj`), or unused. And
+        those of a subclass, which computes something else.
+    output_layers: linear layers whose output is one of the module's.
     """
+
+    output: Any
+    fixed_layers: list[str]
+    output_layers: list[str]
+
+
+def run_once(network: nn.Module, *inputs: Tensor, **named: Tensor) -> TrialRun:
+    """Run `network` without gradients, and observe its layers."""
     layers = {m: name for name, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    called: set[nn.Module] = set()
-    handles = [m.register_forward_hook(lambda module, *_: called.add(module)) for m in layers]
+    results: dict[nn.Module, Any] = {}
+    hooks = [m.register_forward_hook(lambda module, _, y: results.update({module: y})) for m in layers]
     try:
         with torch.no_grad():
-            output = network(pixels)
+            output = network(*inputs, **named)
     finally:
-        for handle in handles:
-            handle.remove()
-    replaceable = {module for module in called if type(module) in (nn.Linear, nn.Conv2d)}
-    return output, [name for module, name in layers.items() if module not in replaceable]
+        for hook in hooks:
+            hook.remove()
+    replaceable = {module for module in results if type(module) in (nn.Linear, nn.Conv2d)}
+    outputs = [id(value) for value in named_outputs(output).values()]
+    ends = [n for m, n in layers.items() if isinstance(m, nn.Linear) and id(results.get(m)) in outputs]
+    return TrialRun(output, [name for m, name in layers.items() if m not in replaceable], ends)
 
 
 class _LayerTracer(torch.fx.Tracer):
@@ -199,6 +294,8 @@ def kept_linear_layers(model: Any) -> Collection[nn.Module]:
     """
     if not isinstance(model.config, UserModuleConfig):
         return ()
+    if isinstance(model.config, UserModuleArraysConfig):
+        return {*fixed_layers(model), *map(model.get_submodule, model.config.output_layers or ())}
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
     output_layers = [layer for layer in layers if layer.out_features == model.config.num_labels]
     return {*fixed_layers(model), *output_layers[-1:]}

@@ -27,7 +27,7 @@ from smelt.core.files import read_json_object
 from smelt.core.process_group import merge_shares, own_batches
 from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes, upright_rgb
 from smelt.data.splits import Split
-from smelt.generation.backend import GraphInterface, Logits, ModelGraphs, check_finite_outputs
+from smelt.generation.backend import FeedBatch, GraphInterface, Logits, ModelGraphs, check_finite_outputs
 from smelt.generation.runner import Runner
 from smelt.runtimes.single_call_runners import MODEL_GRAPH
 from smelt.stage import Progress, no_progress
@@ -282,10 +282,15 @@ PIXEL_VALUES = "pixel_values"
 
 
 @dataclass(frozen=True)
-class ImageBatch:
+class ImageBatch(FeedBatch):
     """Images of one size. pixel_values: float32 [B, 3, h, w]."""
 
     pixel_values: NDArray[np.float32]
+
+    @property
+    def feeds(self) -> dict[str, NDArray[Any]]:
+        """The pixels."""
+        return {PIXEL_VALUES: self.pixel_values}
 
     @property
     def size(self) -> tuple[int, int]:

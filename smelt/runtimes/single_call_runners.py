@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from smelt.core.errors import InputError, RunError
 from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
 from smelt.data.npz_arrays import SampleArrays
-from smelt.generation.backend import Backend, Batch, GraphInterface, Logits, ModelGraphs, check_finite_outputs
+from smelt.generation.backend import (
+    Backend,
+    Batch,
+    FeedBatch,
+    GraphInterface,
+    Logits,
+    ModelGraphs,
+    check_finite_outputs,
+)
 from smelt.generation.runner import ModelFiles, Runner, TokenGenerator
 from smelt.runtimes.onnx_import.signature import GraphSignature, read_signature
 from smelt.stage import Progress, no_progress
@@ -108,6 +116,18 @@ class EmbedderRunner(Runner):
 GraphOutputs = dict[str, NDArray[Any]]
 
 
+@dataclass(frozen=True)
+class ArrayBatch(FeedBatch):
+    """Inputs of a module of arrays. arrays: by name, each [B, ...]."""
+
+    arrays: GraphOutputs
+
+    @property
+    def feeds(self) -> GraphOutputs:
+        """The arrays."""
+        return self.arrays
+
+
 class GraphRunner(Runner):
     """A `Runner` of arrays. signature: inputs and outputs of the graph."""
 
@@ -119,6 +139,12 @@ class GraphRunner(Runner):
     def __init__(self, files: ModelFiles, backend: Backend, generator: TokenGenerator) -> None:
         super().__init__(files, backend, generator)
         self.signature = read_signature(files.folder)
+
+    def forward(self, batch: Any) -> Logits:
+        """Return all outputs for an `ArrayBatch` in one array, float32 [B, N], in their order."""
+        outputs = self.run(batch.arrays)
+        rows = [outputs[value.name] for value in self.signature.outputs]
+        return np.concatenate([each.reshape(len(each), -1) for each in rows], axis=1)
 
     def run(self, feeds: GraphOutputs) -> GraphOutputs:
         """Return all outputs of one call, by name.

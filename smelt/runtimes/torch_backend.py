@@ -24,6 +24,7 @@ from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGra
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import head_output
 from smelt.models.tokenizer import uses_token_types
+from smelt.models.user_module import ArraysOutput
 from smelt.quantization.layers import limit_weight_cache
 from smelt.runtimes.device import TorchThreads, torch_device
 
@@ -85,8 +86,11 @@ class TorchBackend(NoGenerationGraphs):
             return {
                 "last_hidden_state": self._open_model.get_encoder()(**inputs).last_hidden_state.cpu().numpy()
             }
+        output = self._open_model(**inputs)
+        if isinstance(output, ArraysOutput):
+            return {name: value.cpu().numpy() for name, value in output.arrays.items()}
         [name] = self._graphs.main.outputs
-        return {name: head_output(self._open_model(**inputs)).cpu().numpy()}
+        return {name: head_output(output).cpu().numpy()}
 
     @torch.inference_mode()
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> TorchDecodeState:

@@ -28,6 +28,8 @@ def mean_input_size(folder: Path, split: Split, task: Task) -> tuple[int, int]:
     traits, processor = task_traits(task), load_processor(folder)
     if traits.modality == "image":
         return processor.shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
+    if traits.modality == "arrays":
+        return (0, 0)  # the config has the sizes
     config = load_config(folder)
     limit = max_input_length(processor, config.to_dict())
     targets: list[int] = []

@@ -10,12 +10,14 @@ import bisect
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.core.files import read_json_object
@@ -32,10 +34,11 @@ from smelt.data.labels import (
 from smelt.data.splits import Example, Split, input_texts
 from smelt.data.tasks import Task
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.families.registry import reads_images
+from smelt.models.families.registry import reads_arrays, reads_images
 from smelt.models.masked_windows import TokenMasker, WindowTokens, fixed_masks
 from smelt.models.tokenizer import EncodedTexts, encode_texts, uses_token_types
 from smelt.runtimes.images import ImageInput, read_processor, stack_image_inputs
+from smelt.runtimes.onnx_import.signature import read_signature
 
 TensorBatch: TypeAlias = dict[str, Tensor]
 CACHE_INDEX_KEY = "rows"  # key of a batch: the cache indices of its samples, if any
@@ -136,6 +139,28 @@ class MaskedSample(TokenLabelSample):
         return replace(self, input_ids=masked.input_ids, target=masked.labels)
 
 
+@dataclass(frozen=True, slots=True)
+class ArraySample(EncodedSample):
+    """A sample of a module of arrays. arrays: the inputs by name, each [1, ...]; `target` is not used."""
+
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """The number of values in units of a patch of 16 x 16 pixels, at least 1."""
+        return max(1, sum(value.size for value in self.arrays.values()) // _VALUES_PER_TOKEN), 0
+
+    @staticmethod
+    def collate(samples: Sequence[EncodedSample], config: Any) -> TensorBatch:
+        """Return the arrays, each [B, ...], and `labels` of zeros, int64 [B], which count the samples."""
+        rows = [sample.arrays for sample in samples if isinstance(sample, ArraySample)]
+        batch = {name: torch.from_numpy(np.concatenate([row[name] for row in rows])) for name in rows[0]}
+        return batch | {"labels": torch.zeros(len(rows), dtype=torch.int64)}
+
+
+_VALUES_PER_TOKEN = 3 * 16 * 16
+
+
 def masked_samples(windows: Sequence[WindowTokens], masker: TokenMasker) -> list[EncodedSample]:
     """Return the samples of `windows`, with the masks on which all steps of a run are compared."""
     return [
@@ -154,14 +179,15 @@ def encode_inputs(
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the tokenizer of the model in `folder`, or its image processor.
+    """Return the tokenizer of the model in `folder`, its image processor, or the signature of its arrays.
 
     Raises:
         InputError: its files are missing or do not match.
     """
-    if reads_images(read_json_object(folder / "config.json")):
+    config = read_json_object(folder / "config.json")
+    if reads_images(config):
         return read_processor(folder)
-    return load_tokenizer(folder)
+    return read_signature(folder) if reads_arrays(config) else load_tokenizer(folder)
 
 
 def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[list[int]], int]:

@@ -401,8 +401,8 @@ class Family:
     """Fields of its attentions that the layout cannot show."""
     num_layers_fallback_key: str | None = None
     """The config key for the number of blocks of a stack whose own key has no value."""
-    input_kind: Literal["texts", "images"] = "texts"
-    """Token ids of texts, or pixels of images."""
+    input_kind: Literal["texts", "images", "arrays"] = "texts"
+    """Token ids of texts, pixels of images, or arrays by name."""
     is_user_module: bool = False
     """Whether the models are PyTorch modules of the user's own, of any architecture, without a layout."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()

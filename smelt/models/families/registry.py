@@ -79,8 +79,7 @@ def family_of(model: Any) -> Family | None:
 
 
 def _family_by_type(model_type: str) -> Family | None:
-    module_family = torch_module.FAMILY
-    return module_family if model_type == module_family.name else FAMILIES.get(model_type)
+    return torch_module.MODULE_FAMILIES.get(model_type) or FAMILIES.get(model_type)
 
 
 def is_user_module(config: Config) -> bool:
@@ -93,6 +92,12 @@ def reads_images(config: Config) -> bool:
     """Return whether the model of a Hugging Face config takes images instead of texts."""
     family = find_family(config)
     return family is not None and family.input_kind == "images"
+
+
+def reads_arrays(config: Config) -> bool:
+    """Return whether the model of a config takes arrays by name."""
+    family = find_family(config)
+    return family is not None and family.input_kind == "arrays"
 
 
 def lacks_head(config: Config) -> bool:

@@ -1,12 +1,15 @@
 """PyTorch modules of the user's own (`model: {module: ...}`): no layout is known, layers are found by type.
 
-It is no family of transformers and not in FAMILIES: `find_family` and `family_of` return it.
+They are no families of transformers and not in FAMILIES: `find_family` and `family_of` return them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from smelt.core.errors import InputError
 from smelt.core.user_code import recorded_source
+from smelt.data.tasks import tasks_with
 from smelt.models.families.family import (
     IMAGE_TASKS,
     Config,
@@ -25,7 +28,7 @@ def unsupported_config(config: Config) -> list[str]:
     return []
 
 
-FAMILY = Family(
+IMAGES_FAMILY = Family(
     name="torch-module",
     tasks=IMAGE_TASKS,
     learning_rate=PublishedLearningRate(5e-4, None),  # as ResNet's
@@ -34,3 +37,7 @@ FAMILY = Family(
     position_encoding=PositionEncoding(None),
     unsupported_config=unsupported_config,
 )
+ARRAYS_FAMILY = replace(
+    IMAGES_FAMILY, name="torch-module-arrays", tasks=tasks_with(modality="arrays"), input_kind="arrays"
+)
+MODULE_FAMILIES = {family.name: family for family in (IMAGES_FAMILY, ARRAYS_FAMILY)}

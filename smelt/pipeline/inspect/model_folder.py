@@ -304,7 +304,7 @@ def check_model_folder(
     weight_errors = _check_weights(folder)
     problems += [*weight_errors, *quantization_problems(folder, config, task, has_headers=not weight_errors)]
     kind = str(config.get("model_type", ""))
-    families = FAMILIES_BY_TASK[task] if task else ()
+    families = FAMILIES_BY_TASK.get(task, ()) if task else ()
     if config and families and not _supports_task(config, task):
         problems.append(unknown_family_message(kind, task).with_prefix(f"{folder / 'config.json'}: "))
     else:

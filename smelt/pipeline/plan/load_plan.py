@@ -147,7 +147,7 @@ def check_text_rules(context: CheckContext) -> Iterator[Finding]:
         config = folder / "config.json"
     else:
         return
-    if read_config_file(config)[0].get("model_type") in FAMILIES_BY_TASK[recipe.task]:
+    if read_config_file(config)[0].get("model_type") in FAMILIES_BY_TASK.get(recipe.task, ()):
         assert folder is not None
         try:
             resolve_text_rules(recipe, folder)

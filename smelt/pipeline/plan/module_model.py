@@ -1,8 +1,8 @@
 """A PyTorch module of the user's own as the model of a recipe: build it, check it, write its folder.
 
 The folder is that of a transformers model, so that everything after it needs no special case: a config with
-the module's name and the hash of its code, the user's weights, and the processor of images. It is temporary;
-the first step copies it into the store.
+the module's name and the hash of its code, the user's weights, and the processor of images or the signature
+of arrays. It is temporary; the first step copies it into the store.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from smelt.core.user_code import record_source, user_code_errors
 from smelt.data.tasks import task_names
 from smelt.models.families.family import MODULE_PREFIX
 from smelt.models.weight_files import WEIGHTS_FILE, read_header
+from smelt.pipeline.inspect.model_info import OnnxModel
+from smelt.pipeline.plan.array_samples import read_array_module
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
 from smelt.pipeline.recipe.model_and_data import ModuleModel
 from smelt.pipeline.recipe.validation_errors import Finding, error_findings
@@ -30,6 +33,9 @@ from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, pars
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from smelt.models.user_module import TrialRun
+    from smelt.runtimes.onnx_import.signature import GraphSignature
 
 _MAX_LISTED = 5  # tensors that a message names
 
@@ -41,15 +47,19 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
     if model is None:
         return
     findings: list[Finding] = []
-    if recipe.traits.samples != "images":
+    of_arrays, signature = recipe.traits.modality == "arrays", None
+    if recipe.traits.modality == "text":
         text = (
-            f"a PyTorch module is supported for {task_names(samples='images')}; the task is {recipe.task}."
-            " Export it to ONNX yourself, and use the .onnx file as model with task: custom."
+            f"a PyTorch module is supported for {task_names(modality='image')} and"
+            f" {task_names(modality='arrays')}; the task is {recipe.task}."
         )
         findings = [(("task",), error_message("does-not-fit-task", text))]
     else:
         try:
-            folder = _write_folder(model, recipe.base)
+            if of_arrays:
+                folder, signature = _write_arrays_folder(model, context)
+            else:
+                folder = _write_folder(model, recipe.base)
         except InputError as error:
             path = ("model", error.setting) if error.setting else ("model",)
             findings = [*error_findings(path, error)]
@@ -60,6 +70,8 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
             )
             text += " this check."
             yield (), info("module-imported", text)
+            if signature is not None:
+                yield from read_array_module(context, OnnxModel(folder / WEIGHTS_FILE, signature))
     if findings:
         context.invalid_paths.add("model")
     yield from findings
@@ -71,13 +83,9 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
     Raises:
         InputError: the code, the weights or the processor are invalid, or do not fit each other.
     """
-    weights = _find_weights(model, base)
     processor, (height, width) = _read_processor(model, base)
-    source_hash = _named("module", record_source, model.module, base)
-    network = _build(model.module, source_hash)
-    if errors := [*_shared_weight_errors(network), *_weight_errors(network, weights)]:
-        raise InputError(errors[0].message, code=errors[0].code, setting=errors[0].setting)
-    outputs, fixed = _run(network, height, width)
+    network, source_hash, weights = _build_with_weights(model, base)
+    outputs, run = _run(network, height, width)
     if model.labels is not None and len(model.labels) != outputs:
         raise InputError(
             f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for"
@@ -86,34 +94,93 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
             setting="labels",
         )
     labels = model.labels or [f"LABEL_{index}" for index in range(outputs)]
+    config = _config(model.module, source_hash, labels, network, run)
+    folder = _new_folder(config | ({"image_size": height} if height == width else {}), weights)
+    write_json(folder / PROCESSOR_FILE, processor)
+    return folder
+
+
+def _new_folder(config: Mapping[str, Any], weights: Path) -> Path:
+    """Return a new temporary folder with a config and weights."""
     folder = Path(tempfile.mkdtemp(prefix="smelt-module-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = _config(model.module, source_hash, labels, network, fixed)
-    write_json(folder / "config.json", config | ({"image_size": height} if height == width else {}))
-    write_json(folder / PROCESSOR_FILE, processor)
+    write_json(folder / "config.json", config)
     (folder / WEIGHTS_FILE).symlink_to(weights.absolute())
     return folder
 
 
+def _build_with_weights(model: ModuleModel, base: Path) -> tuple[nn.Module, str, Path]:
+    """Return the module with random weights, the hash of its code, and the file of its weights.
+
+    Raises:
+        InputError: the code or the weights are invalid, or do not fit each other.
+    """
+    weights = _find_weights(model, base)
+    source_hash = _named("module", record_source, model.module, base)
+    network = _build(model.module, source_hash)
+    if errors := [*_shared_weight_errors(network), *_weight_errors(network, weights)]:
+        raise InputError(errors[0].message, code=errors[0].code, setting=errors[0].setting)
+    return network, source_hash, weights
+
+
+def _write_arrays_folder(model: ModuleModel, context: CheckContext) -> tuple[Path, GraphSignature]:
+    """Return a new folder with a module of arrays, and its signature, which is also in the folder.
+
+    Raises:
+        InputError: the code, the weights or the samples are invalid, or do not fit each other.
+    """
+    from smelt.models.user_module import UserModuleForArrays
+    from smelt.pipeline.plan.module_arrays import try_arrays
+    from smelt.runtimes.onnx_import.signature import write_signature
+
+    recipe = context.recipe
+    for setting in ("labels", "image_size", "processor"):
+        if getattr(model, setting) is not None:
+            text = f"only for modules of images; the task is {recipe.task}. Remove it."
+            raise InputError(text, code="does-not-fit-task", setting=setting)
+    network, source_hash, weights = _build_with_weights(model, recipe.base)
+    trial = _named("module", try_arrays, network, recipe)
+    config = _layers_config(UserModuleForArrays, model.module, source_hash, network, trial.run)
+    config["inputs"] = {v.name: [v.dtype, *v.shape[1:]] for v in trial.signature.inputs}
+    config["outputs"] = [value.name for value in trial.signature.outputs]
+    config["output_layers"] = [f"{MODULE_PREFIX}.{name}" for name in trial.run.output_layers]
+    folder = _new_folder(config, weights)
+    write_signature(folder, trial.signature)
+    return folder, trial.signature
+
+
+def _layers_config(
+    model_class: Any, function: str, source_hash: str, network: nn.Module, run: TrialRun
+) -> dict[str, Any]:
+    """Return the part of the config that modules of images and of arrays have in common."""
+    from torch import nn
+
+    layers = [module for name, module in network.named_modules() if name not in run.fixed_layers]
+    return {
+        "architectures": [model_class.__name__],
+        "model_type": model_class.config_class.model_type,
+        "module": function,
+        "source_hash": source_hash,
+        "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in run.fixed_layers],
+        "linear_layers": sum(isinstance(layer, nn.Linear) for layer in layers) - len(run.output_layers),
+        "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
+    }
+
+
 def _config(
-    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, fixed: list[str]
+    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, run: TrialRun
 ) -> dict[str, Any]:
     from torch import nn
 
     from smelt.models.user_module import UserModuleForImageClassification
 
-    layers = [module for name, module in network.named_modules() if name not in fixed]
-    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    output_layer = [layer for layer in linears if layer.out_features == len(labels)][-1:]
+    linears = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear)]
+    # a classifier's last layer of that size, also if its output is reshaped
+    last = [n for n, m in linears if n not in run.fixed_layers and m.out_features == len(labels)][-1:]
+    run = replace(run, output_layers=last)
     names = {str(index): label for index, label in enumerate(labels)}
     return {
-        "architectures": [UserModuleForImageClassification.__name__],
-        "model_type": UserModuleForImageClassification.config_class.model_type,
-        "module": function,
-        "source_hash": source_hash,
-        "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in fixed],
-        "linear_layers": len(linears) - len(output_layer),
-        "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
+        **_layers_config(UserModuleForImageClassification, function, source_hash, network, run),
         "id2label": names,
         "label2id": {label: int(index) for index, label in names.items()},
     }
@@ -205,23 +272,24 @@ def _weight_errors(network: nn.Module, weights: Path) -> Iterator[Message]:
             yield error_message("shape-mismatch", text, setting="weights")
 
 
-def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
-    """Return the number of outputs, and the layers that cannot be replaced, of the module on two images.
+def _run(network: nn.Module, height: int, width: int) -> tuple[int, TrialRun]:
+    """Return the number of outputs of the module on two images, and the run.
 
     Raises:
         InputError: it fails, or does not return one row of scores for each image.
     """
     import torch
 
-    from smelt.models.user_module import find_fixed_layers
+    from smelt.models.user_module import run_once
 
     pixels = torch.zeros(2, 3, height, width)
     problem = f"the module fails on images {list(pixels.shape)}"
     try:
         with redirect_stdout(sys.stderr), user_code_errors(problem):
-            output, fixed = find_fixed_layers(network, pixels)
+            run = run_once(network, pixels)
     except InputError as error:
         raise InputError(str(error), code=error.code, setting="module") from error
+    output = run.output
     if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != 2 or not output.numel():
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise InputError(
@@ -230,4 +298,4 @@ def _run(network: nn.Module, height: int, width: int) -> tuple[int, list[str]]:
             code="wrong-output",
             setting="module",
         )
-    return output.shape[1], fixed
+    return output.shape[1], run

@@ -14,15 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info, warning
 from smelt.data.labels import has_classifier
-from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes
-from smelt.data.tasks import Task, task_names, task_traits, tasks_with
-from smelt.evaluate.metrics.registry import (
-    AGREEMENT_METRIC,
-    DEFAULT_METRICS,
-    TOP1_METRIC,
-    find_metric,
-    is_custom_metric,
-)
+from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.models.text_rules import MODULES_FILE, POOLINGS
 from smelt.pipeline.inspect.model_folder import check_tokenizer_files, read_config, unknown_family_message
@@ -33,6 +25,14 @@ from smelt.pipeline.inspect.model_info import (
     find_tokenizer_folder,
     inspect_graph,
     is_onnx,
+)
+from smelt.pipeline.plan.array_samples import (
+    ARRAYS_TASK,
+    check_arrays,
+    check_mixed_samples,
+    complete_array_recipe,
+    has_calls,
+    scored_arrays,
 )
 from smelt.pipeline.plan.check_context import CheckContext, Findings, skip_if_invalid
 from smelt.pipeline.recipe.recipe import ParsedRecipe
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 
 GENERATIVE_TASKS = tasks_with(generates=True)
-ARRAYS_TASK = task_names(modality="arrays")
 
 
 def _read_generation_graphs(recipe: ParsedRecipe, path: Path) -> Findings[OnnxModel | None]:
@@ -134,8 +133,6 @@ def _read_tokenizer_folder(
 
 _MAX_NAMED_NODES = 3  # nodes in a warning
 _MAX_NAMED_CLASSES = 10
-_MAX_PROBLEMS = 8  # of the samples of a split
-_TEXT_KEYS = ("prefix", "source_language", "target_language")
 
 
 @skip_if_invalid("model")
@@ -161,18 +158,7 @@ def read_onnx_model(context: CheckContext) -> Iterator[Finding]:
         return
     context.onnx_model, context.model_folder = model, model.tokenizer_folder
     if recipe.traits.modality == "arrays":
-        yield from _set_batch_size(context, model)
-        axes = model.signature.input_batch_axes
-        default = None if _has_calls(context) else 0
-        arrays = _metric_arrays(context, axes)
-        more = {name: recipe.data.axes.get(name, default) for name in arrays if name not in axes}
-        axes |= more
-        data = recipe.data.model_copy(update={"axes": axes})
-        metrics = yield from _output_metrics(recipe, model)
-        score = context.recipe.score.model_copy(update={"quality": metrics})
-        context.recipe = context.recipe.model_copy(
-            update={"data": data, "score": score, "label_arrays": frozenset(more)}
-        )
+        yield from complete_array_recipe(context, model)
 
 
 def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel | None]:
@@ -217,10 +203,10 @@ def _read_single_graph(context: CheckContext, path: Path) -> Findings[OnnxModel 
         )
         yield (), warning("random-outputs", text)
     if recipe.traits.modality == "arrays":
-        yield from _check_mixed_samples(context)
+        yield from check_mixed_samples(context)
         batched_model = yield from _with_batch_axes(context, model)
         if batched_model is not None:
-            yield from _check_arrays(context, batched_model)
+            yield from check_arrays(context, batched_model)
         return batched_model
     if recipe.data.axes and not context.is_invalid("data.axes"):
         text = f"only for arrays (task: {ARRAYS_TASK}); the task is {recipe.task}. Remove it."
@@ -233,13 +219,13 @@ def _with_batch_axes(context: CheckContext, model: OnnxModel) -> Findings[OnnxMo
     """Return the model with its batch axes; None if they are wrong or ambiguous."""
     if context.is_invalid("data.axes"):
         return None
-    if _has_calls(context):
+    if has_calls(context):
         if context.recipe.data.axes:
             text = "not used where each file of a folder is a sample. Remove it."
             yield ("data", "axes"), error_message("settings-conflict", text)
         return replace(model, signature=model.signature.without_batch_axes)
     graph_names = {value.name for value in (*model.signature.inputs, *model.signature.outputs)}
-    metric_arrays = _metric_arrays(context) - graph_names
+    metric_arrays = scored_arrays(context) - graph_names
     recipe_axes = {name: axis for name, axis in context.recipe.data.axes.items() if name not in metric_arrays}
     invalid_axes = list(model.signature.invalid_axes(recipe_axes))
     for problem in invalid_axes:
@@ -285,217 +271,27 @@ def check_graph_settings(context: CheckContext) -> Iterator[Finding]:
             yield from context.setting_findings(step, errors)
 
 
-def _set_batch_size(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
-    """Set the graph's fixed batch size for latency, if the recipe sets none; 1 for samples of whole calls."""
-    recipe, size = context.recipe, model.signature.fixed_batch_size
-    latency = recipe.score.latency
-    if all(axis is None for axis in model.signature.input_batch_axes.values()):
-        yield from _set_single_calls(context)
-        return
-    if size is None or not latency:
-        return
-    if "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (size,):
-        text = f"the graph has a fixed batch size of {size}. Set [{size}], or remove batch_sizes."
-        yield ("score", "latency", "batch_sizes"), error_message("fixed-batch-size", text)
-        return
-    fixed_latency = latency.model_copy(update={"batch_sizes": (size,)})
-    score = recipe.score.model_copy(update={"latency": fixed_latency})
-    context.recipe = recipe.model_copy(update={"score": score})
-
-
-def _has_calls(context: CheckContext) -> bool:
-    """Return whether samples are folders of `.npz` files, each the inputs of a whole call."""
-    recipe = context.recipe
-    return any(resolve_path(recipe.base, origin).is_dir() for origin in recipe.data.split_files().values())
-
-
-def _check_mixed_samples(context: CheckContext) -> Iterator[Finding]:
-    """Yield the splits that are a file where others are folders, whose files are single samples."""
-    recipe = context.recipe
-    for name, origin in recipe.data.split_files().items() if _has_calls(context) else ():
-        path = resolve_path(recipe.base, origin)
-        if path.is_file() and not context.is_invalid(f"data.{name}"):
-            text = (
-                f"{origin} is a file, but other splits are folders in which each file is a sample. Write its"
-                " samples as files of a folder."
-            )
-            yield ("data", name), error_message("mixed-samples", text)
-
-
-def _set_single_calls(context: CheckContext) -> Iterator[Finding]:
-    """Set batch sizes of 1, for samples that are whole calls."""
-    score, latency = context.recipe.score, context.recipe.score.latency
-    text = "each sample is the input of a whole call. Set 1, or remove it."
-    if "batch_size" in score.model_fields_set and score.batch_size != 1:
-        yield ("score", "batch_size"), error_message("fixed-batch-size", text)
-    if latency and "batch_sizes" in latency.model_fields_set and latency.batch_sizes != (1,):
-        yield ("score", "latency", "batch_sizes"), error_message("fixed-batch-size", text)
-    changes = {"latency": latency.model_copy(update={"batch_sizes": (1,)})} if latency else {}
-    score = score.model_copy(update={"batch_size": 1, **changes})
-    context.recipe = context.recipe.model_copy(update={"score": score})
-
-
-def _metric_arrays(context: CheckContext, axes: SampleAxes = NO_SAMPLE_AXES) -> frozenset[str]:
-    """Return the arrays of the scored samples that metrics read.
-
-    A user's function may read any that have as many samples as the graph's inputs, or an axis in the recipe.
-
-    Args:
-        context: of the plan.
-        axes: of the graph's inputs; if there are none, lengths are not compared.
-    """
-    from smelt.data.npz_arrays import call_files
-    from smelt.evaluate.tensor_quality import metric_arrays
-
-    recipe = context.recipe
-    if context.is_invalid("score.quality"):
-        return frozenset()
-    metrics, settings = recipe.score.quality, recipe.metric_settings
-    paths = [resolve_path(recipe.base, origin) for origin in _scored_sources(context)]
-    try:
-        files = [file for path in paths for file in call_files(path)]
-        return metric_arrays(metrics, settings, files, {**recipe.data.axes, **axes})
-    except (InputError, OSError, RuntimeError, ValueError):  # reported by _check_arrays
-        return metric_arrays(metrics, settings, (), {})
-
-
-def _scored_sources(context: CheckContext) -> set[str]:
-    """Return the files and folders of samples that are scored, also those taken from `train`."""
-    sources = context.recipe.data.split_sources()
-    return {sources[name] for name in ("test", "validation") if name in sources}
-
-
-def _output_metrics(recipe: ParsedRecipe, model: OnnxModel) -> Findings[tuple[str, ...]]:
-    """Return the metrics of a graph's outputs.
-
-    `top1` is the first one of a graph of class scores alone, and none of a graph without any.
-    """
-    metrics = recipe.score.quality
-    outputs = model.signature.output_shapes
-    for index, metric in enumerate(metrics):
-        settings = recipe.metric_settings.get(metric, {})
-        try:
-            find_metric(metric).check_graph(settings, outputs)
-        except InputError as error:
-            setting = () if error.setting is None else (metric, error.setting)
-            yield ("score", "quality", index, *setting), error_message(error.code, str(error))
-        else:
-            if metric == TOP1_METRIC and settings.get("axes"):
-                return metrics
-    classes = model.details.get("class_outputs") or {}
-    floats = {value.name for value in model.signature.outputs if value.dtype.startswith("float")}
-    default = metrics == DEFAULT_METRICS[recipe.task]
-    if TOP1_METRIC in metrics and not classes and len(floats) == len(model.signature.outputs):
-        if not default or TOP1_METRIC in recipe.gates:
-            path = ("gates", TOP1_METRIC) if TOP1_METRIC in recipe.gates else ("score", "quality")
-            text = (
-                f"{TOP1_METRIC} compares decisions, but no output of the graph has scores of classes (a"
-                " Softmax or a linear layer at its end), integers or texts. Remove it, or use"
-                f" {AGREEMENT_METRIC}."
-            )
-            yield path, error_message("does-not-fit-model", text)
-        return tuple(metric for metric in metrics if metric != TOP1_METRIC)
-    if default and classes and floats <= {*classes}:
-        return (TOP1_METRIC, *(metric for metric in metrics if metric != TOP1_METRIC))
-    return metrics
-
-
 def _onnx_only_keys(context: CheckContext) -> Iterator[Finding]:
     """Yield errors for keys that are only for ONNX models."""
     recipe = context.recipe
-    if recipe.traits.modality == "arrays" and not context.is_invalid("task"):
+    if recipe.module is None and recipe.traits.modality == "arrays" and not context.is_invalid("task"):
         text = f"'{ARRAYS_TASK}' needs an .onnx file as model; {recipe.model!s} is not one."
-        yield ("task",), error_message("needs-onnx-model", f"{text} Choose another task.")
+        yield (
+            ("task",),
+            error_message(
+                "needs-onnx-model",
+                f"{text} Choose another task, or a PyTorch module (model: {{module: ...}}).",
+            ),
+        )
     if recipe.tokenizer is not None and not context.is_invalid("tokenizer"):
         text = "only for .onnx models; other models have their own tokenizer. Remove it."
         yield ("tokenizer",), error_message("needs-onnx-model", text)
-    if recipe.data.axes and not context.is_invalid("data.axes"):
+    of_arrays = recipe.traits.modality == "arrays"
+    if recipe.data.axes and not of_arrays and not context.is_invalid("data.axes"):
         text = f"only for ONNX models with task: {ARRAYS_TASK}. Remove it."
         yield ("data", "axes"), error_message("needs-onnx-model", text)
     if recipe.shapes and not context.is_invalid("shapes"):
         yield ("shapes",), error_message("needs-onnx-model", "only for .onnx models. Remove it.")
-
-
-def _check_arrays(context: CheckContext, model: OnnxModel) -> Iterator[Finding]:
-    """Check the arrays of every split against the graph's inputs, by their headers."""
-    recipe, data = context.recipe, context.recipe.data
-    if recipe.tokenizer is not None:
-        text = f"not used for task: {ARRAYS_TASK}. Remove it."
-        yield ("tokenizer",), error_message("does-not-fit-task", text)
-    for name in _TEXT_KEYS:
-        if getattr(data, name) is not None:
-            text = f"only for text data; task: {ARRAYS_TASK} uses arrays. Remove it."
-            yield ("data", name), error_message("does-not-fit-task", text)
-    if "columns" in data.model_fields_set:
-        text = "only for text data; arrays are matched to inputs by name. Remove it."
-        yield ("data", "columns"), error_message("does-not-fit-task", text)
-    for name, origin in data.split_files().items():
-        if context.is_invalid(f"data.{name}"):
-            continue
-        is_scored = origin in _scored_sources(context)
-        metric_arrays = (
-            _metric_arrays(context, model.signature.input_batch_axes) if is_scored else frozenset()
-        )
-        try:
-            names, problems = _read_headers(context, model, name, metric_arrays)
-        except InputError as error:
-            yield from error_findings(("data", name), error)
-            continue
-        except (OSError, RuntimeError, ValueError) as error:
-            yield ("data", name), error_message("unreadable-file", f"the file cannot be read: {error}")
-            continue
-        for problem in problems[:_MAX_PROBLEMS]:
-            yield ("data", name), error_message("does-not-fit-graph", problem)
-        if len(problems) > _MAX_PROBLEMS:
-            text = f"{origin}: {len(problems) - _MAX_PROBLEMS:,} more arrays that do not match."
-            yield ("data", name), error_message("does-not-fit-graph", text)
-        if problems:
-            context.invalid_paths.add(f"data.{name}")  # its samples cannot be checked further
-        unknown_arrays = model.signature.unknown_inputs([key for key in names if key not in metric_arrays])
-        if unknown_arrays:
-            hint = (
-                " Your function reads arrays with as many samples as the inputs, and those in data.axes."
-                if is_scored and any(map(is_custom_metric, recipe.score.quality))
-                else ""
-            )
-            text = (
-                f"{origin}: arrays that are not inputs of the graph are ignored: {', '.join(unknown_arrays)}."
-            )
-            yield (), warning("unread-arrays", text + hint)
-
-
-def _read_headers(
-    context: CheckContext, model: OnnxModel, split: str, metric_arrays: frozenset[str]
-) -> tuple[list[str], list[str]]:
-    """Return the names of the arrays of a split, and why they do not match the graph and the metrics.
-
-    Raises:
-        InputError: a file cannot be read, or its arrays have different numbers of samples.
-    """
-    from smelt.data.npz_arrays import are_calls, call_files, count_array_samples, read_npz_headers
-
-    data, signature = context.recipe.data, model.signature
-    origin = data.split_files()[split]
-    path = resolve_path(context.recipe.base, origin)
-    has_calls = are_calls(path, signature.input_batch_axes)
-    names: dict[str, None] = {}
-    problems: list[str] = []
-    for file in call_files(path, split) if has_calls else [path]:
-        shapes = read_npz_headers(file, split)
-        names |= dict.fromkeys(shapes)
-        label = origin if file == path else f"{origin}/{file.name}"
-        hint = " `shapes` sets this: resize the samples, or remove it." if context.recipe.shapes else ""
-        problems += [f"{label}: {problem}{hint}" for problem in signature.shape_problems(shapes)]
-        missing = sorted(metric_arrays - {*shapes})
-        problems += [
-            f"{label}: no array '{key}', which a metric reads. Add it, or correct its name in the metric."
-            for key in missing
-        ]
-        if not problems and not has_calls:
-            axes = {key: data.axes.get(key, 0) for key in metric_arrays} | signature.input_batch_axes
-            read_shapes = {key: shape for key, shape in shapes.items() if key in axes}
-            count_array_samples(read_shapes, path, axes, by_name=signature.shared_batch_inputs)
-    return [*names], problems
 
 
 def _check_texts(recipe: ParsedRecipe, model: OnnxModel) -> Findings[Path | None]:

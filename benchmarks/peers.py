@@ -75,7 +75,7 @@ class Bench:
         name = "wikitext2/test.txt.gz" if work == "llama" else f"{DATA[work]}/test.jsonl.gz"
         return self.shared / "data" / name
 
-    def job(self, system: System, threads: int) -> dict[str, Any]:
+    def job(self, system: System, threads: int, workers: int = 1) -> dict[str, Any]:
         """Return what a system's worker is told, see worker.py."""
         job: dict[str, Any] = {
             "work": "bert" if system.work == "sst2" else system.work,
@@ -84,6 +84,7 @@ class Bench:
             "data": str(self.data(system.work)),
             "files": str(self.output_folder(system.work, system.name)),
             "threads": threads,
+            "workers": workers,
         }
         if system.begins_with:
             job["from"] = str(self.output_folder(system.work, system.begins_with))
@@ -131,6 +132,9 @@ def measure(bench: Bench, case: Case, systems: list[System], asked: list[System]
         return
     names = {one.name for one in new}
     chosen = [one for one in systems if one.is_smelt or one.name in names]
+    if case.workers > 1:
+        chosen = [one for one in chosen if one.has_workers]
+        names &= {one.name for one in chosen}
     print(f"{case.name}: {', '.join(one.name for one in chosen)}", flush=True)
     results = {one.name: Result(one.name, one.precision, one.is_smelt, case.rows) for one in chosen}
     workers: dict[str, Worker] = {}
@@ -160,7 +164,7 @@ def _open(bench: Bench, case: Case, system: System, workers: dict[str, Worker]) 
     _prepare(bench, system)
     log = bench.output_folder(system.work, f"{system.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    workers[system.name] = Worker(bench.envs, system, bench.job(system, case.threads), log)
+    workers[system.name] = Worker(bench.envs, system, bench.job(system, case.threads, case.workers), log)
 
 
 def _prepare(bench: Bench, system: System) -> None:

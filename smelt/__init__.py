@@ -301,7 +301,12 @@ def apply(
 
 
 def load(
-    artifact: str | Path, *, threads: int | None = None, device: str = "auto", trust_engine: bool = False
+    artifact: str | Path,
+    *,
+    threads: int | None = None,
+    device: str = "auto",
+    trust_engine: bool = False,
+    workers: int = 1,
 ) -> Model:
     """Load an artifact in its runtime: torch, ONNX Runtime, OpenVINO or TensorRT.
 
@@ -314,6 +319,7 @@ def load(
         device: auto, cpu or cuda.
         trust_engine: allow TensorRT engines that this user did not build on this machine. An engine is native
             code; open only those from trusted sources.
+        workers: number of batches of one call that run at the same time, each with `threads` threads.
 
     Returns:
         A context manager with `generate` (texts) or `predict` (classes); see `smelt.api.load.Model`.
@@ -323,7 +329,7 @@ def load(
     """
     from smelt.api.load import Model
 
-    return Model(artifact, threads, device, trust_engine)
+    return Model(artifact, threads, device, trust_engine, workers)
 
 
 def package(

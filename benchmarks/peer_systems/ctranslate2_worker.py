@@ -10,6 +10,9 @@ import ctranslate2
 
 from peer_systems.worker import Case, Job, Opened, Rows, Run, main
 
+# Batches of 512 and 1,024 tokens are the fastest of 128, 256 ... 2,048 for Multi30k; 32 rows are 512
+_TOKENS_PER_ROW = 16
+
 
 def make(job: Job) -> None:
     """Convert the model, once for all precisions: weights are quantized when they are loaded."""
@@ -28,11 +31,11 @@ def serve(job: Job) -> Opened:
         folder,
         device="cpu",
         compute_type=job["variant"],
-        inter_threads=1,
+        inter_threads=job["workers"],
         intra_threads=job["threads"],
     )
     if job["work"] == "marian":
-        return _texts(folder, translator), version
+        return _texts(folder, translator, job["workers"]), version
     tokens = json.loads((Path(job["model"]) / "vocab.json").read_text(encoding="utf-8"))
     pieces = {number: piece for piece, number in tokens.items()}
 
@@ -48,7 +51,7 @@ def serve(job: Job) -> Opened:
     return run, version
 
 
-def _texts(folder: str, translator: Any) -> Run:
+def _texts(folder: str, translator: Any, workers: int) -> Run:
     import sentencepiece
 
     source = sentencepiece.SentencePieceProcessor(model_file=f"{folder}/source.spm")
@@ -56,8 +59,12 @@ def _texts(folder: str, translator: Any) -> Run:
 
     def translate(texts: Rows, case: Case) -> Rows:
         pieces = [[*source.encode(text, out_type=str), "</s>"] for text in texts]
+        batches = {"max_batch_size": _TOKENS_PER_ROW * case["batch"], "batch_type": "tokens"}
         results = translator.translate_batch(
-            pieces, beam_size=case["beams"], max_decoding_length=case["new_tokens"]
+            pieces,
+            beam_size=case["beams"],
+            max_decoding_length=case["new_tokens"],
+            **(batches if workers > 1 else {}),
         )
         return [target.decode(one.hypotheses[0]) for one in results]
 

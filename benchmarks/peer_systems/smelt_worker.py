@@ -71,11 +71,11 @@ def serve(job: Job) -> Opened:
 
     version = f"smelt, ONNX Runtime {onnxruntime.__version__}"
     if job["work"] == "marian":
-        model = smelt.load(artifact_of(job), threads=job["threads"])
+        model = smelt.load(artifact_of(job), threads=job["threads"], workers=job["workers"])
 
         def translate(texts: Rows, case: Case) -> Rows:
             return model.generate(
-                texts, len(texts), num_beams=case["beams"], max_new_tokens=case["new_tokens"]
+                texts, case["batch"], num_beams=case["beams"], max_new_tokens=case["new_tokens"]
             )
 
         return translate, version

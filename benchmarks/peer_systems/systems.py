@@ -51,6 +51,11 @@ class System:
     def is_smelt(self) -> bool:
         return self.environment == "smelt"
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether it batches the rows of a call itself, and computes several batches at the same time."""
+        return self.is_smelt or self.environment == "ctranslate2"
+
 
 def _smelt(work: str) -> list[System]:
     """smelt's: SCHEME in ONNX Runtime, or SCHEME@TARGET. bf16 is set beside fp32, as the peers' is."""

@@ -6,9 +6,10 @@ Needs the standard library alone: it runs in the environment of each system.
     python -m peer_systems.NAME_worker serve '{"work": ..., "files": ..., ...}'
 
 A job names: `work` (marian, opus, bert, llama), `model` (a Hugging Face folder), `files` (a folder of this
-system's own), `from` (the folder of the system that it begins with, if any), `variant`, `threads`, and
-`calibration` (rows of token ids). A request is a case with its `batches`, lists of texts or of rows of token
-ids; the answer says what they took, in seconds, and what came out, a text, tokens or logits for each row.
+system's own), `from` (the folder of the system that it begins with, if any), `variant`, `threads`, `workers`
+(batches at the same time), and `calibration` (rows of token ids). A request is a case with its `batches`,
+lists of texts or of rows of token ids; the answer says what they took, in seconds, and what came out, a text,
+tokens or logits for each row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Job = dict[str, Any]
 Case = dict[str, Any]
 Rows = list[Any]
 Run = Callable[[Rows, Case], Rows]
-"""Takes one batch, and the case's settings: `beams`, `new_tokens`; returns a result for each row."""
+"""Takes one batch, and the case's settings: `beams`, `new_tokens`, `batch`; returns a result for each row."""
 Opened = tuple[Run, str]
 """What runs a batch, and the versions of what runs it."""
 

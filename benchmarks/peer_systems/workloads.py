@@ -26,7 +26,11 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the issue's table: `rows` in lists of `batch`, each of `length` tokens (0: texts)."""
+    """A row of the issue's table: `rows` in lists of `batch`, each of `length` tokens (0: texts).
+
+    workers: with more than one, each system gets all rows at once, in the order of the file, sorts and
+    batches them itself, and computes as many batches at the same time.
+    """
 
     work: str
     batch: int
@@ -35,11 +39,13 @@ class Case:
     threads: int = 1
     new_tokens: int = 128
     length: int = 0
+    workers: int = 1
 
     @property
     def name(self) -> str:
         """The name of its results' folder, and what `--only` looks into."""
-        return f"{self.work}-batch{self.batch}-beams{self.beams}-threads{self.threads}"
+        workers = f"-workers{self.workers}" if self.workers > 1 else ""
+        return f"{self.work}-batch{self.batch}-beams{self.beams}-threads{self.threads}{workers}"
 
     @property
     def title(self) -> str:
@@ -49,7 +55,8 @@ class Case:
             beams = ""
         size = f"{self.batch} x {self.length}" if self.work == "bert" else str(self.batch)
         threads = "one thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{TITLES[self.work]}: batch {size}{beams}, {threads}"
+        workers = f", {self.workers} workers, all rows in one call" if self.workers > 1 else ""
+        return f"{TITLES[self.work]}: batch {size}{beams}, {threads}{workers}"
 
     @property
     def unit(self) -> str:
@@ -61,7 +68,8 @@ class Case:
 def cases_of(work: str, rows: int) -> list[Case]:
     """Return the cases of `work`; `rows` sentences a round where texts are translated."""
     if work == "marian":
-        return [Case(work, batch, rows, beams) for beams in (1, 4) for batch in (1, 8, 32)]
+        alone = [Case(work, batch, rows, beams) for beams in (1, 4) for batch in (1, 8, 32)]
+        return alone + [Case(work, 32, 15 * rows, beams, workers=2) for beams in (1, 4)]
     if work == "opus":
         return [Case(work, batch, 8, new_tokens=32, length=20) for batch in (1, 8)]
     if work == "llama":
@@ -87,6 +95,8 @@ def batches(case: Case, texts: Sequence[Any]) -> list[list[Any]]:
 
     For sst2 `texts` are rows of token ids, in the order of the file.
     """
+    if case.workers > 1:
+        return [list(texts[: case.rows])]
     rows: list[Any] = (
         sorted(texts[: case.rows], key=len) if case.work == "marian" else list(texts[: case.rows])
     )
@@ -146,4 +156,4 @@ def _common_prefix_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 def case_request(case: Case) -> dict[str, Any]:
     """Return what a worker is told of the case."""
-    return {"beams": case.beams, "new_tokens": case.new_tokens}
+    return {"beams": case.beams, "new_tokens": case.new_tokens, "batch": case.batch}

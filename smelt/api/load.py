@@ -212,6 +212,8 @@ class Model:
         threads: CPU threads (default: the artifact's setting, else the runtime's default).
         device: auto, cpu or cuda; see docs/reference/recipe.md#device.
         trust_engine: allow TensorRT engines that this user did not build on this machine (native code).
+        workers: number of batches of one call that run at the same time, each with `threads` threads.
+            TensorRT runs one at a time.
 
     Raises:
         InputError: the folder is not an artifact, a file was changed, or cuda is requested but not available.
@@ -224,6 +226,7 @@ class Model:
         threads: int | None = None,
         device: str = "auto",
         trust_engine: bool = False,
+        workers: int = 1,
     ) -> None:
         from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
         from smelt.runtimes.registry import find_runtime, open_runner
@@ -243,7 +246,7 @@ class Model:
         self.artifact = read_artifact(self._folder)
         self.artifact.verify()
         require_safe_artifact(self.artifact, trust_engine)
-        self._runner = open_runner(self.artifact, count, device)
+        self._runner = open_runner(self.artifact, count, device, as_count(workers, "workers"))
         try:
             if task_traits(self.task).modality == "image":
                 self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- report errors now

@@ -16,7 +16,7 @@ from typing import Any
 
 from smelt.api.load import TruncationCounter, as_count, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
-from smelt.core.artifact import read_artifact
+from smelt.core.artifact import default_threads, read_artifact
 from smelt.core.errors import InputError, did_you_mean, truncation_text
 from smelt.core.messages import Message, find_lone_surrogate, warning
 from smelt.data.csv_rows import read_file_rows
@@ -69,10 +69,12 @@ class Predictor:
         generation: settings as in `score.generation` of a recipe; None values use those that the artifact
             was scored with, else the default. Of a masked language model `top_k` is the number of tokens for
             each mask.
-        threads: CPU threads (default: the artifact's setting, else the runtime's default).
+        threads: CPU threads of a batch (default: the artifact's, else the cores divided by `workers`).
         device: auto, cpu or cuda.
         batch_size: texts per batch.
         trust_engine: as in `smelt.load`.
+        workers: batches that are computed at the same time; None: in ONNX Runtime on the CPU as many as the
+            cores suffice for, else 1.
 
     Raises:
         InputError: the folder is not an artifact, a file was changed, or generation settings are invalid.
@@ -86,6 +88,7 @@ class Predictor:
         device: str = "auto",
         batch_size: int = 32,
         trust_engine: bool = False,
+        workers: int | None = None,
     ) -> None:
         self._artifact = read_artifact(folder)
         self._artifact.verify()
@@ -96,7 +99,8 @@ class Predictor:
             generation = {**generation, "top_k": None}
         scored = scored_generation(folder, self._artifact)
         self._generation = parse_generation(generation_with(scored, generation))
-        self._threads, self._device, self._batch_size = threads, device, batch_size
+        self._threads = default_threads(self._artifact.manifest) if threads is None else threads
+        self._device, self._batch_size, self._workers = device, batch_size, workers
         self._cuts, self._seen = TruncationCounter(), 0
 
     @property
@@ -111,9 +115,10 @@ class Predictor:
         from smelt.runtimes.registry import open_runner
 
         spec = task_spec(self.task)
-        with open_runner(self._artifact, self._threads, self._device) as runner:
-            # random draws depend on the batch number, so sampling is not split into chunks
-            step = len(examples) if self._generation.do_sample else _CHUNK_SIZE
+        # random draws depend on the batch number, so sampling is not split into chunks
+        step = len(examples) if self._generation.do_sample else _CHUNK_SIZE
+        threads, workers = self._concurrency(min(step, len(examples)))
+        with open_runner(self._artifact, threads, self._device, workers) as runner:
             for start in range(0, len(examples), step):
                 chunk = examples[start : start + step]
                 self._seen += len(chunk)
@@ -121,6 +126,25 @@ class Predictor:
                 outputs = spec.predict(runner, chunk, *settings)
                 for example, output in zip(chunk, outputs, strict=True):
                     yield ExampleOutput(example, output, spec)
+
+    def _concurrency(self, count: int) -> tuple[int | None, int]:
+        """Return the threads of a batch and the number of concurrent batches, for `count` examples.
+
+        A batch takes half as much CPU time on one thread as on two (docs/measurements/peers.md#throughput).
+        """
+        from smelt.evaluate.environment import physical_cores
+        from smelt.runtimes.registry import find_runtime
+
+        # calls of the other runtimes take turns, or share one number of threads
+        runtime = find_runtime(self._artifact.format, self._artifact.manifest.details.get("target"))
+        uses_onnxruntime = runtime.format == "onnx" and runtime.target is None
+        if not uses_onnxruntime or artifact_device(self._artifact, self._device) != "cpu":
+            return self._threads, self._workers or 1
+
+        cores, num_batches = physical_cores(), -(-count // self._batch_size)
+        workers = self._workers or max(1, min(num_batches, cores // (self._threads or 1)))
+        threads = self._threads or (max(1, cores // workers) if workers > 1 else None)
+        return threads, workers
 
     @property
     def warnings(self) -> list[Message]:

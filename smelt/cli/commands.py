@@ -367,6 +367,11 @@ class _PredictCommand(click.Command):
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Random seed for sampling (default: 0).")
 @click.option("--threads", type=click.IntRange(min=1))
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 1024),
+    help="Batches at the same time (default: in ONNX Runtime on the CPU, as many as the cores suffice for).",
+)
 @device_options
 def predict(
     artifact: Path,
@@ -377,6 +382,7 @@ def predict(
     as_json: bool,
     batch_size: int,
     threads: int | None,
+    workers: int | None,
     device: str,
     trust_engine: bool,
     **generation: Any,
@@ -403,11 +409,13 @@ def predict(
     from smelt.api.array_models import reads_arrays
 
     if reads_arrays(artifact):
+        if workers is not None:
+            raise click.UsageError("--workers is not for the task custom, whose batches run in turn.")
         _predict_arrays(artifact, data, out, as_json, threads, device, batch_size, bool(text or columns))
         return
     if out is not None:
         raise click.UsageError("--out is only for the task custom; other outputs are printed.")
-    predictor = Predictor(artifact, generation, threads, device, batch_size, trust_engine)
+    predictor = Predictor(artifact, generation, threads, device, batch_size, trust_engine, workers)
     if data is None:
         texts, name = (text, "text") if text else (_stdin_lines(sys.stdin), "standard input, line")
         examples = as_examples(texts, predictor.task, name)

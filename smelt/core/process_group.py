@@ -1,4 +1,4 @@
-"""This process among several that compute together (torch.distributed).
+"""This process among several that compute together (torch.distributed), and its share of the batches.
 
 Without others every function returns at once, and torch is not imported.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 ValueT = TypeVar("ValueT")
+ResultT = TypeVar("ResultT")
 
 
 def is_distributed() -> bool:
@@ -71,6 +73,27 @@ def own_batches(batches: Iterable[ValueT]) -> list[tuple[int, ValueT]]:
     """Return this process's share of `batches`, each with its number."""
     count, rank = process_count(), process_rank()
     return [(number, batch) for number, batch in enumerate(batches) if number % count == rank]
+
+
+def map_batches(
+    compute: Callable[[int, ValueT], ResultT], batches: Iterable[ValueT], workers: int = 1
+) -> Iterator[tuple[ValueT, ResultT]]:
+    """Yield each batch of this process's share with `compute(number, batch)`, in the order of `batches`.
+
+    workers: number of threads; each computes one batch at a time. After an exception no batch is begun.
+    """
+    own = own_batches(batches)
+    if workers == 1:
+        for number, batch in own:
+            yield batch, compute(number, batch)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        results = pool.map(lambda item: compute(*item), own)
+        for (_, batch), result in zip(own, results, strict=True):
+            yield batch, result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def merge_shares(parts_by_index: Mapping[int, ValueT]) -> list[ValueT]:

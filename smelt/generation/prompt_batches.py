@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
+from smelt.core.process_group import gather_parts, map_batches, merge_shares, process_count
 from smelt.data.prompt_rows import assistant_turns
 from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationConfig, GenerationSettings
@@ -239,10 +239,10 @@ def continue_texts(
         on_truncate(num_truncated, tools.max_input_length)
     results: dict[int, str] = {}
     limited_lengths: list[int] = []
-    for batch_number, (indices, batch) in own_batches(
-        batch_prompts(prompts, batch_size, padding_token(tokenizer), decoding)
+    batches = batch_prompts(prompts, batch_size, padding_token(tokenizer), decoding)
+    for (indices, _), tokens in map_batches(
+        lambda number, item: runner.generator(runner, item[1], decoding, number), batches, runner.workers
     ):
-        tokens = runner.generator(runner, batch, decoding, batch_number)
         responses = tokenizer.decode_batch(tokens) if tokenizer.prompts is not None else None
         for position, (i, new) in enumerate(zip(indices, tokens, strict=True)):
             if responses is None:

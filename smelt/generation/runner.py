@@ -119,7 +119,8 @@ class Runner(Protocol):
 
     config: the model's Hugging Face config as a dict; generation_config likewise. text: converts texts
     to batches and tokens to texts. generator: called by `smelt.load(...).generate`.
-    generation_cache: values that a generator keeps between calls.
+    generation_cache: values that a generator keeps between calls. workers: number of batches of one call that
+    are computed at the same time, each with its own threads.
     """
 
     chunked_prefill: ClassVar[bool] = False
@@ -131,6 +132,7 @@ class Runner(Protocol):
     backend: Backend
     generator: TokenGenerator
     generation_cache: dict[Any, Any]
+    workers: int = 1
 
     def __init__(self, files: ModelFiles, backend: Backend, generator: TokenGenerator) -> None:
         self.folder, self.config = files.folder, files.config

@@ -14,7 +14,7 @@ from scipy.special import log_softmax, softmax
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_count
-from smelt.core.process_group import merge_shares, own_batches, process_count
+from smelt.core.process_group import map_batches, merge_shares, own_batches, process_count
 from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.prompt_batches import OnTruncate
 from smelt.generation.runner import Runner
@@ -92,13 +92,20 @@ def fill_masks(
     encoded = encode_texts(texts, tools.tokenizer, tools.max_input_length)
     if encoded.truncated and on_truncate is not None:
         on_truncate(encoded.truncated, tools.max_input_length)
+
+    def predict(_: int, item: tuple[list[int], Batch]) -> dict[int, MaskPredictions]:
+        indices, batch = item
+        is_mask = (batch.input_ids == tools.tokenizer.mask_token_id) & (batch.attention_mask == 1)
+        return {
+            i: _text_predictions(runner, encoded.ids[i], mask_row.nonzero()[0], row, top_k)
+            for rows, logits in _forward_pieces(runner, batch)
+            for i, mask_row, row in zip(indices[rows], is_mask[rows], logits, strict=True)
+        }
+
     results: dict[int, MaskPredictions] = {}
     batches = length_sorted_batches(encoded, batch_size, tools.tokenizer.pad_token_id or 0)
-    for _, (indices, batch) in own_batches(batches):
-        is_mask = (batch.input_ids == tools.tokenizer.mask_token_id) & (batch.attention_mask == 1)
-        for rows, logits in _forward_pieces(runner, batch):
-            for i, mask_row, row in zip(indices[rows], is_mask[rows], logits, strict=True):
-                results[i] = _text_predictions(runner, encoded.ids[i], mask_row.nonzero()[0], row, top_k)
+    for _, predictions in map_batches(predict, batches, runner.workers):
+        results.update(predictions)
     return merge_shares(results)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.core.process_group import merge_shares, own_batches
+from smelt.core.process_group import map_batches, merge_shares
 from smelt.data.images import IMAGE_FORMATS, check_image, read_image_bytes, upright_rgb
 from smelt.data.splits import Split
 from smelt.generation.backend import FeedBatch, GraphInterface, Logits, ModelGraphs, check_finite_outputs
@@ -322,17 +322,24 @@ def image_logits(
         InputError: an image cannot be read, or images of one batch have different sizes.
         RunError: `non-finite-outputs`.
     """
-    logits_by_batch: dict[int, NDArray[np.float32]] = {}
-    for number, start in own_batches(range(0, len(images), batch_size)):
-        indices = range(start, min(len(images), start + batch_size))
+
+    def classify(_: int, indices: range) -> NDArray[np.float32]:
         batch_names = [names[i] if names else f"image {i + 1}" for i in indices]
-        logits_by_batch[number] = runner.forward(
+        logits: NDArray[np.float32] = runner.forward(
             batch_images([images[i] for i in indices], runner.processor, batch_names)
         )
+        return logits
+
+    results: dict[int, NDArray[np.float32]] = {}
+    batches = [
+        range(start, min(len(images), start + batch_size)) for start in range(0, len(images), batch_size)
+    ]
+    for indices, logits in map_batches(classify, batches, runner.workers):
+        results.update(zip(indices, logits, strict=True))
         progress(indices.stop, len(images), "images")
     if not images:
         raise InputError("No images were given.", code="empty-data")
-    return check_finite_outputs(np.concatenate(merge_shares(logits_by_batch)))
+    return check_finite_outputs(np.stack(merge_shares(results)))
 
 
 def batch_images(

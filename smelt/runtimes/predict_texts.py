@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
-from smelt.core.process_group import gather_parts, merge_shares, own_batches, process_count
+from smelt.core.process_group import gather_parts, map_batches, merge_shares, own_batches, process_count
 from smelt.data.splits import Example
 from smelt.generation.backend import Batch, check_finite_outputs
 from smelt.generation.config import GenerationConfig, GenerationSettings
@@ -98,8 +98,10 @@ def generate_texts(
     tokenizer, decoding = tools.tokenizer, tools.resolved_generation(generation, runner)
     results: dict[int, str] = {}
     num_limited = 0
-    for batch_number, (indices, batch) in own_batches(_batches(tools, texts, batch_size, None, on_truncate)):
-        tokens = runner.generator(runner, batch, decoding, batch_number)
+    batches = _batches(tools, texts, batch_size, None, on_truncate)
+    for (indices, _), tokens in map_batches(
+        lambda number, item: runner.generator(runner, item[1], decoding, number), batches, runner.workers
+    ):
         num_limited += sum(decoding.hit_length_limit(row) for row in tokens)
         results.update(zip(indices, tokenizer.decode_batch(tokens), strict=True))
         progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
@@ -219,8 +221,11 @@ def _forward(
 ) -> NDArray[np.float32]:
     """Return the outputs of `forward` for each text (and its pair), float32 [n, C or D]."""
     results: dict[int, NDArray[np.float32]] = {}
-    for _, (indices, batch) in own_batches(_batches(runner.text, texts, batch_size, pairs, on_truncate)):
-        results.update(zip(indices, runner.forward(batch), strict=True))
+    batches = _batches(runner.text, texts, batch_size, pairs, on_truncate)
+    for (indices, _), outputs in map_batches(
+        lambda _, item: runner.forward(item[1]), batches, runner.workers
+    ):
+        results.update(zip(indices, outputs, strict=True))
         progress(min(len(texts), len(results) * process_count()), len(texts), "texts")
     if not texts:
         raise InputError("No texts were given.", code="empty-data")

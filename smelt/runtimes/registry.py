@@ -102,10 +102,13 @@ def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
     return matching[0]
 
 
-def open_runner(artifact: Artifact, threads: int | None = None, device: str = "auto") -> Runner:
+def open_runner(
+    artifact: Artifact, threads: int | None = None, device: str = "auto", workers: int = 1
+) -> Runner:
     """Load `artifact` in the runtime of its format and target, on `device`, see `smelt.runtimes.device`.
 
-    Without `threads` it uses the number stored in the artifact, else the runtime's default.
+    Without `threads` it uses the number stored in the artifact, else the runtime's default. `workers` batches
+    of a call are computed at the same time, if the runtime supports as many concurrent calls.
 
     Raises:
         InputError: no runner for this format, or cuda is requested and not available.
@@ -113,7 +116,7 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
     """
     details = artifact.manifest.details
     count = default_threads(artifact.manifest) if threads is None else threads
-    return open_folder(
+    runner = open_folder(
         artifact.path,
         artifact.format,
         details.get("target"),
@@ -122,6 +125,9 @@ def open_runner(artifact: Artifact, threads: int | None = None, device: str = "a
         details.get("dtype"),
         tf32=details.get("tf32") is True,
     )
+    most = find_runtime(artifact.format, details.get("target")).max_concurrent_calls
+    runner.workers = min(workers, most or workers)
+    return runner
 
 
 def open_folder(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from smelt.core.errors import InputError
-from smelt.core.process_group import merge_shares, own_batches, process_count
+from smelt.core.process_group import map_batches, merge_shares, process_count
 from smelt.data.labels import class_names
 from smelt.data.splits import Example
 from smelt.data.tags import OUTSIDE, TagScheme, example_words, read_spans, tag_scheme, word_lists
@@ -79,8 +79,10 @@ def tag_words(
     results: dict[int, WordTags] = {}
     token_rows = EncodedTexts(encoded.ids, None, encoded.truncated)
     batches = length_sorted_batches(token_rows, batch_size, tools.tokenizer.pad_token_id or 0)
-    for _, (indices, batch) in own_batches(batches):
-        for i, logits in zip(indices, runner.forward(batch), strict=True):
+    for (indices, _), outputs in map_batches(
+        lambda _, item: runner.forward(item[1]), batches, runner.workers
+    ):
+        for i, logits in zip(indices, outputs, strict=True):
             results[i] = _word_tags(logits, encoded.first_tokens[i], names)
         progress(min(len(examples), len(results) * process_count()), len(examples), "texts")
     return merge_shares(results)

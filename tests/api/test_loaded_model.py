@@ -16,6 +16,7 @@ import pytest
 import smelt
 from smelt.api.load import parse_generation
 from smelt.core.files import write_hashed_json
+from smelt.runtimes.registry import open_runner
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import exported_artifacts
 from tests.support.models import tiny
@@ -154,6 +155,35 @@ def test_only_unknown_setting_lists_known_ones():
         parse_generation({"max_new_tokens": 0})
     assert excinfo.value.setting == "max_new_tokens"
     assert "beams" not in str(excinfo.value)
+
+
+WORKER_CALLS = {
+    "translator": lambda model, texts: model.generate(texts, 2, max_new_tokens=5),
+    "writer": lambda model, texts: model.generate(texts, 2, max_new_tokens=5, do_sample=True, seed=3),
+    "classifier": lambda model, texts: model.predict(texts, 2),
+    "embedder": lambda model, texts: model.embed(texts, 2).tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", WORKER_CALLS)
+def test_results_of_workers_equal_those_of_one_worker(kind):
+    """Samples too: random draws depend on the number of the batch, not on when it is computed."""
+    artifact, call, texts = exported_artifacts.exported_artifact(kind), WORKER_CALLS[kind], tiny.SENTENCES * 3
+    with smelt.load(artifact, threads=1) as one, smelt.load(artifact, threads=1, workers=3) as three:
+        assert (one._runner.workers, three._runner.workers) == (1, 3)
+        results = call(three, texts)
+        assert results == call(one, texts)
+        if kind == "translator":
+            assert results == [call(one, [text])[0] for text in texts]
+    assert len({str(result) for result in results}) > 3
+
+
+def test_engine_runs_one_batch_at_a_time(monkeypatch):
+    artifact = SimpleNamespace(
+        path=None, format="tensorrt", manifest=SimpleNamespace(details={}, task="translation")
+    )
+    monkeypatch.setattr("smelt.runtimes.registry.open_folder", lambda *_, **__: SimpleNamespace())
+    assert open_runner(artifact, 1, "auto", workers=3).workers == 1
 
 
 @pytest.mark.parametrize("step", ["model", "onnx"])

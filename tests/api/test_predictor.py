@@ -99,6 +99,33 @@ def test_no_texts_open_no_runner(translator, monkeypatch):
     assert list(Predictor(translator, {}).run([])) == []
 
 
+@pytest.mark.parametrize(
+    ("step", "batch_size", "options", "expected"),
+    [
+        ("onnx", 32, {}, (None, 1)),  # one batch: the runtime's own threads
+        ("onnx", 4, {}, (2, 2)),
+        ("onnx", 1, {}, (1, 4)),
+        ("onnx", 1, {"threads": 2}, (2, 2)),
+        ("onnx", 1, {"threads": 8}, (8, 1)),
+        ("onnx", 1, {"workers": 3}, (1, 3)),
+        ("onnx", 1, {"threads": 2, "workers": 1}, (2, 1)),
+        ("model", 1, {}, (None, 1)),  # torch has one number of threads for all
+        ("model", 1, {"workers": 2}, (None, 2)),
+    ],
+)
+def test_batches_share_the_cores(monkeypatch, step, batch_size, options, expected):
+    artifact, opened = exported_artifacts.exported_artifact("translator", step), []
+    monkeypatch.setattr("smelt.evaluate.environment.physical_cores", lambda: 4)
+    monkeypatch.setattr(
+        "smelt.runtimes.registry.open_runner",
+        lambda _, threads, __, workers: opened.append((threads, workers)),
+    )
+    predictor = Predictor(artifact, {}, batch_size=batch_size, **options)
+    with pytest.raises(TypeError):  # there is no runner
+        list(predictor.run(TEXTS[:8]))
+    assert opened == [expected]
+
+
 def test_conflicting_settings_are_rejected_before_loading(translator):
     with raises_code("settings-conflict", InputError):
         Predictor(translator, {"do_sample": True, "num_beams": 2})

@@ -87,6 +87,8 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
     head = output_layer(model)
     embedding_weights = {id(m.weight) for m in token_embeddings(model)}
     separate, fixed = set(cp_convolutions(model)), fixed_layers(model)
+    has_parts = not isinstance(settings.scheme, str)
+    encoder = set(model.get_encoder().modules()) if has_parts else set()
     planned = []
     for module, names in module_names(model).items():
         if any(fnmatchcase(n, pattern) for n in names for pattern in settings.exclude_patterns):
@@ -94,15 +96,12 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
         if module in fixed:
             continue
         is_linear = isinstance(module, nn.Linear)
-        if (
-            isinstance(module, nn.Conv2d)
-            and SCHEMES[settings.scheme].supports_conv
-            and is_convolutional(model)
-        ):
+        scheme = settings.scheme_of("encoder" if module in encoder else "decoder")
+        if isinstance(module, nn.Conv2d) and SCHEMES[scheme].supports_conv and is_convolutional(model):
             if module in separate:
                 continue
-            options = settings.scheme_options(settings.scheme)
-            planned.append(PlannedLayer(module, names[0], settings.scheme, options, multiplies=True))
+            options = settings.scheme_options(scheme)
+            planned.append(PlannedLayer(module, names[0], scheme, options, multiplies=True))
             continue
         if is_linear:
             if module is head and not settings.quantizes_output_layer:
@@ -113,7 +112,8 @@ def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:
             and id(module.weight) in embedding_weights
         ):
             continue
-        scheme = settings.resolved_embedding_scheme if module is head or not is_linear else settings.scheme
+        if module is head or not is_linear:
+            scheme = settings.resolved_embedding_scheme
         planned.append(PlannedLayer(module, names[0], scheme, settings.scheme_options(scheme), is_linear))
     return planned
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from smelt.core.errors import SettingError
 from smelt.quantization.scheme import OptionValue, Scheme, SchemeOption
@@ -17,31 +17,38 @@ from smelt.quantization.schemes.registry import (
 )
 from smelt.stage import Settings
 
+# the parts of a model that may have a scheme each
+ModelPart = Literal["encoder", "decoder"]
+MODEL_PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
 
-def check_scheme_options(names: Sequence[str], settings: Settings, scheme_names: str, mixed: bool) -> None:
+
+def check_scheme_options(
+    names: Sequence[str], settings: Settings, scheme_names: str, mixed: bool, tables: Sequence[str] = ()
+) -> None:
     """Raise an error for options that none of these schemes has, and for values that they do not allow.
 
     Args:
-        names: names of the schemes in use.
+        names: names of the schemes of linear layers.
         settings: settings with every option of every scheme.
         scheme_names: a description of the schemes for messages.
         mixed: whether the schemes are the bit widths of mixed precision.
+        tables: names of the schemes of embeddings and output layer.
 
     Raises:
         SettingError: an option or value does not fit.
     """
-    schemes = [SCHEMES[name] for name in names]
+    schemes = [SCHEMES[name] for name in dict.fromkeys((*names, *tables))]
     used = {option.name for scheme in schemes for option in scheme.option_specs}
     for name in schemes_by_option():
         if name in settings.model_fields_set and name not in used:
             raise SettingError(f"{name} has no effect on {scheme_names}; remove it", code="unused-setting")
-    main = {option.name: option for option in schemes[0].option_specs}
+    of_linear_layers = {option.name for name in names for option in SCHEMES[name].option_specs}
     for scheme in schemes:
         for option in scheme.option_specs:
             value = getattr(settings, option.name)
             if value is None or option.allows(value):
                 continue
-            if not mixed and scheme is not schemes[0] and option.name in main:
+            if scheme.name not in names and option.name in of_linear_layers:
                 continue  # the value is for the linear layers; embeddings keep their scheme's default
             shown, *allowed = map(format_option_value, (value, *option.allowed))
             scope = f"{scheme.bits}-bit weights" if mixed else f"scheme {scheme.name}"
@@ -101,7 +108,9 @@ def _default_tables() -> str:
     return ", ".join(f"{table} with {', '.join(names)}" for table, names in by_table.items())
 
 
-EMBEDDING_SCHEME = f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme"
+EMBEDDING_SCHEME = (
+    f"scheme of embeddings and output layer; default {_default_tables()}, else the scheme (of the decoder)"
+)
 
 
 def _option_field(options: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]:
@@ -121,15 +130,52 @@ def _option_field(options: list[tuple[Scheme, SchemeOption]]) -> tuple[Any, Any]
     return kind | None, Field(default=None, description=f"{option.description}. {notes}")
 
 
-def scheme_settings(schemes: Sequence[str], default: str) -> Any:
-    """Return a class of settings with `scheme`, one of `schemes`, and the options that these have."""
+class PartSchemes(Settings):
+    """One scheme for the linear layers, or one for each part of a model."""
+
+    scheme: str | dict[ModelPart, str]
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        named_parts = MODEL_PARTS if isinstance(self.scheme, str) else self.scheme
+        if missing := [part for part in MODEL_PARTS if part not in named_parts]:
+            raise SettingError(
+                f"scheme {self.scheme_text} has no scheme for the {' and the '.join(missing)}; add"
+                f" {', '.join(f'{part}: {DEFAULT_SCHEME}' for part in missing)}. Use exclude for a part that"
+                " is kept in float",
+                code="missing-part",
+            )
+        return self
+
+    def scheme_of(self, part: ModelPart) -> str:
+        """Return the scheme of the linear layers of `part`; of a model without parts, any `part`."""
+        return self.scheme if isinstance(self.scheme, str) else self.scheme[part]
+
+    @property
+    def scheme_text(self) -> str:
+        """The setting `scheme` as in a recipe."""
+        if isinstance(self.scheme, str):
+            return self.scheme
+        return f"{{{', '.join(f'{part}: {name}' for part, name in self.scheme.items())}}}"
+
+
+def scheme_settings(schemes: Sequence[str], default: str, base: type[Settings] = Settings) -> Any:
+    """Return a class of settings with `scheme`, one of `schemes`, and the options that these have.
+
+    base: the base class; with PartSchemes, `scheme` may be a mapping.
+    """
     options = {
         name: [(scheme, option) for scheme, option in pairs if scheme.name in schemes]
         for name, pairs in schemes_by_option().items()
     }
-    scheme = (Literal[tuple(schemes)], Field(default=default, description="format of the weights"))
+    name: Any = Literal[tuple(schemes)]
+    kind, description = name, "format of the weights"
+    if base is PartSchemes:
+        kind = name | dict[ModelPart, name]
+        description += "; encoder-decoder: also a mapping, {encoder: SCHEME, decoder: SCHEME}"
+    scheme = (kind, Field(default=default, description=description))
     fields: Any = {"scheme": scheme, **{n: _option_field(pairs) for n, pairs in options.items() if pairs}}
-    return create_model("FromSchemes", __base__=Settings, **fields)
+    return create_model("FromSchemes", __base__=base, **fields)
 
 
 if TYPE_CHECKING:
@@ -139,6 +185,8 @@ if TYPE_CHECKING:
         """The scheme, and the options of all of them."""
 
         scheme: str
+
+    PartSchemeSettings = PartSchemes
 else:
     EmbeddingScheme = Literal[_EMBEDDING_SCHEMES]
-    SchemeSettings = scheme_settings(tuple(SCHEMES), DEFAULT_SCHEME)
+    PartSchemeSettings = scheme_settings(tuple(SCHEMES), DEFAULT_SCHEME, PartSchemes)

@@ -462,7 +462,8 @@ def _report_corrections(
     assert settings.correction is not None
     ctx.details["low_rank_correction"] = correction_details(layers, corrections, settings.correction.rank)
     stored_bits = 8 * stored_dtypes(src.path).default.itemsize
-    quantized = bits_per_weight(SCHEMES[settings.scheme], settings.scheme_options(settings.scheme))
+    (scheme,) = settings.linear_schemes
+    quantized = bits_per_weight(SCHEMES[scheme], settings.scheme_options(scheme))
     ctx.warnings.extend(oversized_correction_warnings(layers, corrections, quantized, stored_bits))
 
 

@@ -9,8 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.compress.quantize.scheme_settings import (
     EMBEDDING_SCHEME,
+    MODEL_PARTS,
     EmbeddingScheme,
-    SchemeSettings,
+    PartSchemeSettings,
     check_scheme_options,
     resolve_options,
     shared_options,
@@ -123,7 +124,7 @@ class LowRankCorrection(Settings):
     )
 
 
-class QuantizeSettings(SchemeSettings):
+class QuantizeSettings(PartSchemeSettings):
     """Settings of `quantize`.
 
     The output layer is the projection to the vocabulary, or a classifier's last layer.
@@ -222,7 +223,9 @@ class QuantizeSettings(SchemeSettings):
 
     @property
     def _scheme_description(self) -> str:
-        return f"scheme {self.scheme}" if self.mixed_precision is None else "the schemes of mixed_precision"
+        if self.mixed_precision is not None:
+            return "the schemes of mixed_precision"
+        return f"scheme {' and '.join(self.linear_schemes)}"
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
@@ -232,7 +235,11 @@ class QuantizeSettings(SchemeSettings):
         self._check_clip()
         self._check_learned_rounding()
         check_scheme_options(
-            self.used_schemes(), self, self._scheme_description, mixed=self.mixed_precision is not None
+            self.linear_schemes,
+            self,
+            self._scheme_description,
+            mixed=self.mixed_precision is not None,
+            tables=self.used_schemes(),
         )
         return self
 
@@ -291,10 +298,10 @@ class QuantizeSettings(SchemeSettings):
                     "smoothquant_targets requires smoothquant_alpha; set it (0.5 is usual)",
                     code="unused-setting",
                 )
-        elif not SCHEMES[self.scheme].per_tensor_activations:
+        elif not any(SCHEMES[name].per_tensor_activations for name in self.linear_schemes):
             raise SettingError(
                 f"smoothquant_alpha applies only to {_SMOOTHQUANT_SCHEMES}, which have one scale for"
-                f" all activations of a layer, and scheme is {self.scheme}; remove it",
+                f" all activations of a layer, and scheme is {self.scheme_text}; remove it",
                 code="unused-setting",
             )
         elif "factors" in self.smoothquant_targets and self.scales_inputs:
@@ -331,7 +338,8 @@ class QuantizeSettings(SchemeSettings):
         ):
             if name in set_fields and not reads:
                 raise SettingError(
-                    f"{name} has no effect: scheme {self.scheme} is not calibrated on samples; remove it",
+                    f"{name} has no effect: {self._scheme_description} is not calibrated on samples; remove"
+                    " it",
                     code="unused-setting",
                 )
         if "calibration_percentile" in set_fields and "percentile" not in (
@@ -343,9 +351,14 @@ class QuantizeSettings(SchemeSettings):
                 " remove it",
                 code="unused-setting",
             )
-        is_refused = self.scales_inputs or self.learns_rounding or self.mixed_precision is not None
-        if self.correction is not None and is_refused:
-            conflict = "mixed_precision" if self.mixed_precision is not None else f"method: {self.method}"
+        conflict = None
+        if self.mixed_precision is not None:
+            conflict = "mixed_precision"
+        elif not isinstance(self.scheme, str):
+            conflict = "one of the schemes"
+        elif self.scales_inputs or self.learns_rounding:
+            conflict = f"method: {self.method}"
+        if self.correction is not None and conflict is not None:
             raise SettingError(
                 "low_rank_correction requires a single scheme and method rtn, gptq or hqq; remove"
                 f" {conflict} or low_rank_correction",
@@ -403,9 +416,10 @@ class QuantizeSettings(SchemeSettings):
                 "mixed_precision does not support method: autoround; use method: rtn or gptq, or set scheme",
                 code="settings-conflict",
             )
-        if self.learns_rounding and self.scheme not in _LEARNED_SCHEMES:
+        if self.learns_rounding and not set(self.linear_schemes) <= set(_LEARNED_SCHEMES):
             raise SettingError(
-                f"method: autoround learns the ranges of groups of weights, and scheme is {self.scheme}; use"
+                "method: autoround learns the ranges of groups of weights, and scheme is"
+                f" {self.scheme_text}; use"
                 f" scheme {' or '.join(_LEARNED_SCHEMES)}, or another method",
                 code="settings-conflict",
             )
@@ -499,28 +513,32 @@ class QuantizeSettings(SchemeSettings):
         return (
             self.embedding_scheme is not None
             or self.mixed_precision is not None
-            or SCHEMES[self.scheme].quantizes_tables
+            or SCHEMES[self.scheme_of("decoder")].quantizes_tables
         )
 
     @property
     def resolved_embedding_scheme(self) -> str:
         """The scheme of embeddings and output layer."""
-        return self.embedding_scheme or self._own_table_scheme
+        own = self.scheme_of("decoder")
+        return self.embedding_scheme or SCHEMES[own].embedding_scheme or own
 
     @property
-    def _own_table_scheme(self) -> str:
-        return SCHEMES[self.scheme].embedding_scheme or self.scheme
-
-    def used_schemes(self) -> tuple[str, ...]:
-        """Return the schemes that are used, the one of the linear layers first."""
+    def linear_schemes(self) -> tuple[str, ...]:
+        """The schemes of the linear layers."""
         if self.mixed_precision is not None:
             return tuple(SCHEMES_BY_BITS[width].name for width in self.mixed_precision.bit_widths)
+        return tuple(dict.fromkeys(map(self.scheme_of, MODEL_PARTS)))
+
+    def used_schemes(self) -> tuple[str, ...]:
+        """Return the schemes that are used, those of the linear layers first."""
+        if self.mixed_precision is not None:
+            return self.linear_schemes
         tables = (
             [self.resolved_embedding_scheme]
             if self.quantizes_embeddings or self.quantizes_output_layer
             else []
         )
-        return tuple(dict.fromkeys((self.scheme, *tables)))
+        return tuple(dict.fromkeys((*self.linear_schemes, *tables)))
 
     def to_report(self) -> dict[str, Any]:
         """Return what a report shows: options as the schemes take them, without unused ones.

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, ClassVar
 
+from smelt.compress.quantize.scheme_settings import MODEL_PARTS
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.core.messages import Message, error_message, warning
-from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
+from smelt.core.messages import Message, error_message, warning, with_article
+from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize, SizeInputs, StepSize, is_streamed, one_shot_size
 from smelt.quantization.scheme import OptionValue, Scheme
 from smelt.quantization.schemes.registry import (
@@ -51,6 +52,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}
         - quantize: {mixed_precision: {target_bits: 4.5}, method: gptq}
+        - quantize: {scheme: {encoder: int8-dynamic, decoder: int4}, group_size: 128}
     """
 
     name: ClassVar[str] = "quantize"
@@ -90,10 +92,11 @@ class Quantize(Stage[QuantizeSettings]):
         # RotateSettings, which import these settings
         rotation: Any = earlier.get("rotate")
         learned = None if rotation is None else rotation.learned
-        if learned is None or settings.mixed_precision is not None:
+        if learned is None or len(settings.linear_schemes) > 1:
             return None
         wanted, learned_for = (
-            {"scheme": s.scheme, **s.scheme_options(s.scheme)} for s in (settings, learned.quantization)
+            {"scheme": s.linear_schemes[0], **s.scheme_options(s.linear_schemes[0])}
+            for s in (settings, learned.quantization)
         )
         different = {name: value for name, value in wanted.items() if learned_for.get(name) != value}
         if not different:
@@ -125,11 +128,13 @@ class Quantize(Stage[QuantizeSettings]):
         cls, settings: QuantizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
+        if missing := missing_part_error(settings, config):
+            return [missing], config
         reason = no_blocks_reason(config)
         if reason is None:
             return [], config
         errors = convolution_setting_errors(settings, reason, config)
-        quantizes_convolutions = not errors and SCHEMES[settings.scheme].supports_conv
+        quantizes_convolutions = not errors and SCHEMES[settings.linear_schemes[0]].supports_conv
         quantizes_convolutions = quantizes_convolutions and config.get("convolutions") != 0
         return errors, {**config, QUANTIZED_CONVOLUTIONS_KEY: True} if quantizes_convolutions else config
 
@@ -146,7 +151,7 @@ class Quantize(Stage[QuantizeSettings]):
             yield "sensitivity_samples: 0", settings.model_copy(update={"sensitivity_samples": 0})
         rtn = QuantizeSettings(scheme=settings.scheme)
         if not rtn.needs_calibration and rtn != settings:
-            yield f"quantize: {{scheme: {settings.scheme}, method: rtn}}", rtn
+            yield f"quantize: {{scheme: {settings.scheme_text}, method: rtn}}", rtn
 
     def __call__(self, src: Artifact, settings: QuantizeSettings, ctx: Context) -> None:
         """Quantize `src` into `ctx.out`; a large model block by block where the result is the same."""
@@ -203,6 +208,8 @@ class Quantize(Stage[QuantizeSettings]):
         ctx.warnings.extend(two_bit_warnings(used) if settings.method == "hqq" else [])
         stored = stored_dtypes(src.path).default.itemsize
         ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
+        if not isinstance(settings.scheme, str):
+            ctx.details["bits_per_weight_by_part"] = bits_per_weight_by_part(model, stored)
         ctx.warnings.extend(oversized_weight_warnings(model, stored))
         written = (
             streamed.finish(edits + quantize_edits)
@@ -213,21 +220,33 @@ class Quantize(Stage[QuantizeSettings]):
         ctx.details["bytes_after"] = weight_files_size(ctx.out)
 
 
+def missing_part_error(settings: QuantizeSettings, config: Mapping[str, Any]) -> Message | None:
+    """Return an error if `scheme` names parts that a model of this config does not have, else None."""
+    family = find_family(config)
+    if isinstance(settings.scheme, str) or family is None or len(family.stacks(config)) == len(MODEL_PARTS):
+        return None
+    text = (
+        f"{with_article(family.name)} model does not have an {' and a '.join(MODEL_PARTS)}, which scheme"
+        f" {settings.scheme_text} names. Set one scheme."
+    )
+    return error_message("unknown-part", text, setting="scheme")
+
+
 def convolution_setting_errors(
     settings: QuantizeSettings, lack: str, config: Mapping[str, Any]
 ) -> list[Message]:
     """Return errors about settings that a model without blocks does not support; lack: the reason."""
-    supported = [name for name, scheme in SCHEMES.items() if scheme.supports_conv]
+    supported, (scheme,) = [s.name for s in SCHEMES.values() if s.supports_conv], settings.linear_schemes[:1]
     scheme_text = f"{lack}. Use scheme: {' or '.join(supported)}, which quantizes convolutions."
     if settings.mixed_precision is not None:
         return [error_message("does-not-fit-model", scheme_text, setting="mixed_precision")]
-    if settings.scheme not in supported and config.get("linear_layers") == 0:  # a user's module
+    if scheme not in supported and config.get("linear_layers") == 0:  # a user's module
         text = (
             "the module has no linear layer to quantize except its output layer, and"
-            f" {settings.scheme} quantizes no convolutions. Use scheme: {' or '.join(supported)}."
+            f" {scheme} quantizes no convolutions. Use scheme: {' or '.join(supported)}."
         )
         return [error_message("only-output-layer", text, setting="scheme")]
-    if settings.scheme not in supported and not config.get("linear_layers"):
+    if scheme not in supported and not config.get("linear_layers"):
         return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
     linear_only_text = f"{lack}, and this setting applies only to linear layers of such blocks. Remove it."
     linear_settings = {
@@ -240,7 +259,7 @@ def convolution_setting_errors(
         for name, is_set in linear_settings.items()
         if is_set
     ]
-    options = settings.scheme_options(settings.scheme)
+    options = settings.scheme_options(scheme)
     if options.get("symmetric") is False and options.get("granularity") != "tensor":
         text = (
             "releases of ONNX Runtime take only one zero point for all kernels of a convolution (QLinearConv,"
@@ -289,6 +308,29 @@ def quantization_details(model: Any, stored: int) -> dict[str, Any]:
         ],
         "padded_layers": [name for name, m in linears if _is_padded(m.matrix)],
         "bits_per_weight": quantized_weight_bits(model, stored),
+    }
+
+
+def bits_per_weight_by_part(model: Any, stored: int) -> dict[str, float]:
+    """Return the bits per weight of the linear layers of encoder and decoder, and of embeddings.
+
+    The output layer counts as an embedding. stored: bytes of a float weight.
+    """
+    from torch import nn
+
+    from smelt.compress.quantize.plan_layers import output_layer, quantized_weight_bits
+    from smelt.quantization.layers import QuantizedEmbedding, is_quantized
+
+    encoder, head = set(model.get_encoder().modules()), output_layer(model)
+    modules: dict[str, list[Any]] = {"encoder": [], "decoder": [], "embeddings": []}
+    for module in filter(is_quantized, model.modules()):
+        is_table = isinstance(module, QuantizedEmbedding) or module is head
+        part = "embeddings" if is_table else "encoder" if module in encoder else "decoder"
+        modules[part].append(module)
+    return {
+        part: quantized_weight_bits(nn.ModuleList(members), stored)
+        for part, members in modules.items()
+        if members
     }
 
 
@@ -395,15 +437,17 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
             for name, options in zip(settings.used_schemes(), widths, strict=True)
         )
         return size.stored_as(bits / 8, bits / 8)
-    options = settings.scheme_options(settings.scheme)
     if not size.stacks:  # convolutions
-        bytes_per_weight = bits_per_weight(SCHEMES[settings.scheme], options) / 8
+        scheme = settings.linear_schemes[0]
+        bytes_per_weight = bits_per_weight(SCHEMES[scheme], settings.scheme_options(scheme)) / 8
         return size.stored_as(bytes_per_weight, bytes_per_weight)
     stored = weights = 0.0
     for stack in size.stacks:
+        scheme = settings.scheme_of("encoder" if stack.name == "encoder_layers" else "decoder")
+        options = settings.scheme_options(scheme)
         for rows, columns in stack.matrices:
             weights += stack.layers * rows * columns
-            stored += stack.layers * rows * columns * _bytes(settings.scheme, options, columns)
+            stored += stack.layers * rows * columns * _bytes(scheme, options, columns)
     if settings.correction is not None:
         rank = settings.correction.rank
         stored += (

@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from smelt.compress.quantize.scheme_settings import (
-    SchemeSettings,
-    check_scheme_options,
-    resolve_options,
-    scheme_settings,
-)
+from smelt.compress.quantize.scheme_settings import check_scheme_options, resolve_options, scheme_settings
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import SettingError
 from smelt.quantization.schemes.registry import SCHEMES, SCHEMES_BY_BITS, can_learn_ranges
 from smelt.stage import Settings, StoredDtype
 
 if TYPE_CHECKING:
+    from smelt.compress.quantize.scheme_settings import SchemeSettings
+
     _LearnedScheme = SchemeSettings
 else:
     _LearnedScheme = scheme_settings(

@@ -147,8 +147,7 @@ def _state_after_quantize(quantize: Any) -> _QuantizationState:
     """Return the state after `quantize`, or after `quantize-onnx`, which has other settings."""
     list_schemes = getattr(quantize, "used_schemes", None)
     scheme_names = list_schemes() if list_schemes is not None else ()
-    mixed = getattr(quantize, "mixed_precision", None) is not None
-    layers = " and ".join(scheme_names) if mixed else str(getattr(quantize, "scheme", ""))
+    layers = " and ".join(getattr(quantize, "linear_schemes", ())) or str(getattr(quantize, "scheme", ""))
     split_obstacle = None
     if getattr(quantize, "granularity", None) == "channel":
         split_obstacle = (

@@ -114,9 +114,8 @@ def scheme_text(draft: StepDraft) -> str:
     """Return the scheme of a quantize step, or `quantized` if unknown."""
     if not _are_settings_valid(draft, {"scheme", "mixed_precision"}):
         return "quantized"
-    if getattr(draft.settings, "mixed_precision", None) is not None:
-        return " and ".join(cast("Any", draft.settings).used_schemes())
-    return str(cast("Any", draft.settings).scheme)
+    settings: Any = draft.settings
+    return " and ".join(getattr(settings, "linear_schemes", None) or (str(settings.scheme),))
 
 
 def _are_settings_valid(quantized: StepDraft, names: set[str]) -> bool:
@@ -294,7 +293,7 @@ def _supported_scheme_settings(quantized: StepDraft, target: str) -> list[str]:
         return []
     if settings.mixed_precision is not None:
         return [f"quantize with {' or '.join(schemes)} in place of mixed_precision"]
-    if settings.scheme in schemes:
+    if set(settings.linear_schemes) <= set(schemes):
         tables = [name for name in schemes if SCHEMES[name].supports_embeddings]
         return [f"'{quantized.name}' `embedding_scheme: {' or '.join(tables)}`"]
     is_embedding_set = settings.embedding_scheme is not None and settings.embedding_scheme not in schemes

@@ -18,8 +18,7 @@ from smelt.data.splits import Example, Split
 from smelt.data.tags import OUTSIDE
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import WINDOW_METRICS, scores_agreement_alone
-from smelt.pipeline.plan.step_draft import StepDraft, lost_results, scheme_text, step_spec
-from smelt.quantization.schemes.registry import SCHEMES
+from smelt.pipeline.plan.step_draft import StepDraft, lost_results, quantization_schemes, step_spec
 from smelt.training.processes import external_processes
 
 if TYPE_CHECKING:
@@ -347,11 +346,11 @@ def poor_order_warnings(draft: StepDraft, above: Sequence[StepDraft]) -> Iterato
     for d in above if draft.entry.stage == "onnx" else ():
         if d.stage_class is not None and d.stage_class.trains_weights:
             break
-        scheme = SCHEMES.get(scheme_text(d)) if d.entry.stage == "quantize" else None
-        if scheme is not None and scheme.requires_training:
+        schemes = quantization_schemes(d) if d.entry.stage == "quantize" else None
+        if untrained := " and ".join(scheme.name for scheme in schemes or () if scheme.requires_training):
             yield warning(
                 "untrained-scheme",
-                f"The {scheme.name} weights of '{d.name}' are exported without training, so quality will be"
+                f"The {untrained} weights of '{d.name}' are exported without training, so quality will be"
                 f" low. Add distill after '{d.name}' to train the quantized weights.",
                 **location,
             )

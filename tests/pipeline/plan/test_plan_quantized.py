@@ -99,6 +99,15 @@ def advice(loaded_plan: Plan) -> list[Message]:
     ("[quantize: {mixed_precision: {max_drop: 0.5}}]", ("missing-data", "stages[0].quantize"),
      ("validation",)),
     ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
+    ("[quantize: {scheme: {encoder: int4, decoder: itn4}}]",
+     ("wrong-value", "stages[0].quantize.scheme.decoder"), ("'int4'",)),
+    ("[quantize: {scheme: {encoder: int4, decodr: int4}}]",
+     ("wrong-value", "stages[0].quantize.scheme.decodr"), ()),
+    ("[quantize: {scheme: {encoder: int4, decoder: int8-dynamic}, group_size: 32}, onnx: {target: openvino}]",
+     ("unsupported-scheme", "stages[1].onnx.target"),
+     ("dynamic int8 of", "target: ort-cpu", "with int8-static or int8-groupwise or int4.")),
+    ("[quantize: {scheme: {encoder: int4, decoder: int8-static}}, finetune: {lora: {use_dora: true}}]",
+     ("unsupported-layer", "stages[1].finetune"), ("int4 and int8-static",)),
 ])  # fmt: skip
 def test_impossible_quantized_plans_are_rejected(translator, stages, location, named):
     with raises_code(location[0], InputError) as excinfo:
@@ -124,8 +133,9 @@ def test_training_may_follow_every_scheme(translator, stage_name, scheme):
     assert advice(training_plan) == []
 
 
-def test_untrained_binary_weights_warn(translator):
-    binary_plan = plan(translator, "[quantize: {scheme: binary}, onnx: {}]")
+@pytest.mark.parametrize("scheme", ["binary", "{encoder: int4, decoder: binary}"])
+def test_untrained_binary_weights_warn(translator, scheme):
+    binary_plan = plan(translator, f"[quantize: {{scheme: {scheme}}}, onnx: {{}}]")
     [warning] = advice(binary_plan)
     assert (warning.code, warning.step, warning.line) == ("untrained-scheme", "onnx", 4)
     assert all(value in warning.message for value in ("binary", "'quantize'"))

@@ -206,6 +206,11 @@ CASES: dict[str, Case] = {
     "quantize bert, int2 by autoround": Case(
         "quantize", "bert", INT2 | {"method": "autoround", "iterations": 3}, outputs_only=True
     ),
+    "quantize short marian, parts": Case(
+        "quantize",
+        "short marian",
+        {"scheme": {"encoder": "int8-dynamic", "decoder": "int4"}, "group_size": 32},
+    ),
     "quantize gpt2, mixed precision": Case(
         "quantize", "gpt2", {"mixed_precision": {"target_bits": 4.5}, "sensitivity_samples": 2}
     ),
@@ -248,7 +253,7 @@ CASES: dict[str, Case] = {
     "quantize-onnx graph, static": Case("quantize-onnx", THIRD_PARTY_GRAPH, {"scheme": "int8-static"}),
     "fp16 graph": Case("fp16", THIRD_PARTY_GRAPH),
 }
-_NAMED_SCHEMES = {case.settings.get("scheme", DEFAULT_SCHEME) for case in CASES.values()}
+_NAMED_SCHEMES = {str(case.settings.get("scheme", DEFAULT_SCHEME)) for case in CASES.values()}
 # other schemes: their default options
 for _name in (name for name in SCHEMES if name not in _NAMED_SCHEMES):
     CASES[f"quantize bert, {_name}"] = Case("quantize", "bert", small_settings(_name))

@@ -44,6 +44,7 @@ class _QuantizeSettings(_TrainSettings):
     scheme: ClassVar[str] = "int8-dynamic"
     mixed_precision: ClassVar[None] = None
     embedding_scheme: ClassVar[None] = None
+    linear_schemes: ClassVar[tuple[str, ...]] = ("int8-dynamic",)
 
     def used_schemes(self) -> tuple[str, ...]:
         return ("int8-dynamic",)

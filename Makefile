@@ -43,11 +43,6 @@ help:
 
 quickstart: $(USER_READY)
 	$(BIN)/smelt run quickstart --out runs/quickstart
-	@echo
-	@echo 'Try it on your own text:'
-	@echo '  $(BIN)/smelt predict runs/quickstart/artifacts/onnx-int8 "Monday, March 3, 2025 at 4:15 PM in Austria"'
-	@echo 'Package it to run without smelt:'
-	@echo '  $(BIN)/smelt package runs/quickstart/artifacts/onnx-int8'
 
 environment: $(DEV_READY)
 

@@ -172,15 +172,18 @@ def _cost(step: StepReport, report: ReportData) -> dict[str, Any]:
 
 
 def comparison_rows(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the table: a row per step and run, with every metric."""
+    """Return the head and the rows of the table: a row per step and run, with every metric.
+
+    Operations are a column if those of a step differ between runs.
+    """
     metrics = list(
         dict.fromkeys(
             metric for step in comparison["steps"] for run in step["runs"] if run for metric in run["quality"]
         )
     )
     timed = any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"])
-    head = ["step", "run", *(text for m in metrics for text in (view.metric_label(m), "diff")), "MB"]
-    counted = any(run and run["operations"] for step in comparison["steps"] for run in step["runs"])
+    head = ["step", "run", *(text for m in metrics for text in (view.metric_label(m), "difference")), "MB"]
+    counted = any(len({run["operations"] for run in step["runs"] if run}) > 1 for step in comparison["steps"])
     head += [*(["M multiply-adds"] if counted else []), *(["p50 ms", "speed-up"] if timed else [])]
     rows = []
     for step in comparison["steps"]:
@@ -210,10 +213,7 @@ def _score_cells(score: Mapping[str, Any] | None, metric: str) -> list[str]:
     if "difference" not in score:
         return [value, view.MISSING_TEXT]
     difference = ScoreDifference.model_validate(score["difference"])
-    return [
-        value,
-        view.difference_text(difference, metric) + ("*" if view.is_significant(difference) else " "),
-    ]
+    return [value, view.difference_and_interval_text(difference, metric)]
 
 
 PAIR_REASONS = {
@@ -226,7 +226,9 @@ PAIR_REASONS = {
 
 def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know: the reference, the stars, and why differences are missing."""
-    notes = [f"Differences are from {comparison['reference']}; * p < 0.05 (paired test, Holm)."]
+    notes = [
+        f"Differences are from {comparison['reference']}, with 95 % intervals; * p < 0.05 (paired test)."
+    ]
     missing: dict[str, set[str]] = {}
     for step in comparison["steps"]:
         for run in step["runs"]:

@@ -19,6 +19,7 @@ from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.data.labels import multi_label_targets, split_labels
 from smelt.data.prompt_rows import parse_conversation
 from smelt.data.splits import Example, Split
+from smelt.data.tags import OUTSIDE, word_lists
 from smelt.evaluate.metrics.classes import ClassMetric
 from smelt.evaluate.metrics.registry import METRICS, find_metric
 from smelt.evaluate.report import view
@@ -80,10 +81,13 @@ def _changed_examples(
     labels = score.get("labels")
 
     def describe(index: int) -> dict[str, Any]:
+        example = split.examples[index]
+        tags = {"output": step_outputs[index], "baseline_output": base[index]}
+        is_tagged = labels is None and all(isinstance(output, list) for output in tags.values())
         return {
-            **_example_texts(split.examples[index], labels, split.images),
-            "output": _output_text(step_outputs[index]),
-            "baseline_output": _output_text(base[index]),
+            **_example_texts(example, labels, split.images),
+            **{name: _output_text(output) for name, output in tags.items()},
+            **(_tagged_texts(example, tags) if is_tagged else {}),
             "value": float(values[0][index]),
             "baseline_value": float(values[1][index]),
         }
@@ -134,6 +138,21 @@ def _example_texts(example: Example, labels: Sequence[str] | None, images: bool)
     if example.label is not None:
         references = [_label_text(example, labels or ())]
     return {"source": source, "text_pair": example.text_pair, "references": references}
+
+
+def _tagged_texts(example: Example, outputs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return outputs and references of a sample whose words have tags, each tag at its word."""
+    [words] = word_lists([example])
+    texts: dict[str, Any] = {name: _tagged_text(words, tags) for name, tags in outputs.items()}
+    if isinstance(example.label, tuple) and all(isinstance(tag, str) for tag in example.label):
+        texts["references"] = [_tagged_text(words, [str(tag) for tag in example.label])]
+    return texts
+
+
+def _tagged_text(words: Sequence[str], tags: Sequence[str]) -> str:
+    """Return `EU/B-ORG rejects German/B-MISC call`."""
+    pairs = zip(words, tags, strict=True)
+    return " ".join(word if tag == OUTSIDE else f"{word}/{tag}" for word, tag in pairs)
 
 
 def _label_text(example: Example, labels: Sequence[str]) -> str:
@@ -311,6 +330,28 @@ def steps_with_examples(report: ReportData) -> list[StepReport]:
         if row.step.confusion
         or (row.step.examples and (row.step.examples.num_worse or row.step.examples.num_better))
     ]
+
+
+def steps_by_examples(report: ReportData) -> list[list[StepReport]]:
+    """Return the steps with examples, those with the same examples and confusions together.
+
+    The first step of the first group is the verdict's.
+    """
+    groups: list[list[StepReport]] = []
+    for step in steps_with_examples(report):
+        same = next((g for g in groups if _shown(g[0]) == _shown(step)), None)
+        if same is None:
+            groups.append([step])
+        else:
+            same.append(step)
+    first = step_shown_first(report)
+    ordered = [sorted(group, key=lambda step: step is not first) for group in groups]
+    return sorted(ordered, key=lambda group: group[0] is not first)
+
+
+def _shown(step: StepReport) -> tuple[Any, Any]:
+    """Return what the page shows of a step's examples."""
+    return step.examples, step.confusion
 
 
 def has_changed_examples(report: ReportData) -> bool:

@@ -16,6 +16,7 @@ from smelt.core.messages import escape_controls
 from smelt.evaluate.report import chart, examples, sensitivity, view
 from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
 from smelt.evaluate.report.verdict import verdict_lines
+from smelt.evaluate.report.verdict_facts import verdict_facts
 
 _ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 _NUM_CONFUSIONS = 3
@@ -39,30 +40,28 @@ def render_markdown(report: Mapping[str, Any]) -> str:
         InputError: not a report of schema 3.
     """
     checked = validate_report(report)
-    parts = [_header_section(checked), _heading("Steps"), _steps_section(checked)]
-    if len(view.metric_names(checked)) > 1:
-        parts += [_heading("Quality"), _quality_section(checked)]
+    parts = [_header_section(checked)]
     if any(step.test for step in checked.steps):
         parts += [_heading("On test"), _test_section(checked)]
+    if any(step.gates for step in checked.steps):
+        parts += [_heading("Gates"), _gates_section(checked)]
+    parts += [_heading("Steps"), _steps_section(checked)]
+    if len(view.metric_names(checked)) > 1:
+        parts += [_heading("Quality"), _quality_section(checked)]
     if folds := view.fold_table(checked):
         parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(view.FOLDS_LEGEND)]
-    if len(view.batch_sizes(checked)) > 0:
-        parts += [_heading("Latency"), _latency_section(checked)]
     if losses := chart.find_waterfall(checked):
         parts += [_heading("Changes by stage"), _waterfall_section(losses)]
+    if example_groups := examples.steps_by_examples(checked):
+        parts += [_heading("Examples"), *(_step_examples(steps, checked) for steps in example_groups)]
+    if len(view.batch_sizes(checked)) > 0:
+        parts += [_heading("Latency"), _latency_section(checked)]
     if layers := sensitivity.find_layer_table(checked):
         table = markdown_table(*sensitivity.summary_rows(layers), left=3)
         parts += [_heading("Sensitivity by layer"), table, Markdown(sensitivity.LEGEND)]
-    if any(step.gates for step in checked.steps):
-        parts += [_heading("Gates"), _gates_section(checked)]
     if examples.agreement_columns(checked):
         title = f"Agreement with the outputs of {checked.baseline}"
         parts += [_heading(title), _agreement_section(checked)]
-    if example_steps := examples.steps_with_examples(checked):
-        parts += [
-            _heading("Examples"),
-            *(_step_examples(step, str(checked.baseline)) for step in example_steps),
-        ]
     if notes := view.report_notes(checked):
         lines = [Markdown("- **{}** {}: {}").format(*note) for note in notes]
         parts += [_heading("Notes"), _join_lines(lines)]
@@ -99,12 +98,16 @@ def _code(text: str) -> Markdown:
 
 def _header_section(report: ReportData) -> Markdown:
     command = report.verdict.command if report.verdict else None
-    task, n = report.recipe.get("task") or view.MISSING_TEXT, view.sample_text(report) or "nothing scored"
+    headline, *warnings = verdict_lines(report) or [""]
+    fact_line = Markdown("- {}: **{}**, {}")
+    facts = [fact_line.format(fact.label, fact.value, fact.rest) for fact in verdict_facts(report)]
     lines = [
         Markdown("# {}: {}").format(view.report_title(report), report.status),
-        *(Markdown("**{}**").format(line) for line in verdict_lines(report)),
+        *([Markdown("**{}**").format(headline)] if headline else []),
+        *([_join_lines(facts)] if facts else []),
+        *map(Markdown.escape, warnings),
         *([Markdown("In the folder of the run: ") + _code(command)] if command else []),
-        Markdown("Task {}, {}, {}.").format(task, n, view.hardware(report)),
+        _join_lines(Markdown("- {}: {}").format(*entry) for entry in view.run_facts(report)),
     ]
     if report.pareto_front:
         names = Markdown(", ").join(report.pareto_front)
@@ -121,7 +124,7 @@ def _steps_section(report: ReportData) -> Markdown:
     metric = next(iter(view.metric_names(report)), None)
     sizes = view.batch_sizes(report)
     timed = [cell for size in sizes for cell in (f"p50 ms, batch {size}", "speed-up")]
-    quality = [f"{view.metric_label(metric)} (95 % interval)", "difference"] if metric else []
+    quality = [f"{view.metric_label(metric)} (95 % interval)", "difference (95 % interval)"] if metric else []
     operations = ["M multiply-adds"] if view.has_operations(report) else []
     bits = ["bits per weight"] if view.has_quantized_weights(report) else []
     head = ["step", "stage", "format", "status", *quality, *timed, "MB", "M parameters", *operations, *bits]
@@ -148,7 +151,7 @@ def _steps_legend(report: ReportData, timed: bool) -> str:
     against = f"{report.baseline or view.MISSING_TEXT}{view.timed_baseline(report)}"
     legend = (
         "Each step continues from the one above it; branches are drawn. Differences"
-        f"{' and speed-ups' * timed} are relative to {against}; * p < 0.05, corrected (Holm)."
+        f"{' and speed-ups' * timed} are relative to {against}; * p < 0.05."
     )
     if report.judged_on != "test":
         legend += f" Scores are of {report.judged_on} samples."
@@ -168,10 +171,7 @@ def _score_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
 
 
 def _difference_cell(step: StepReport | ScoresOnTest, metric: str) -> str:
-    difference = step.against_baseline.get(metric)
-    return view.difference_text(difference, metric) + (
-        "*" if difference and view.is_significant(difference) else ""
-    )
+    return view.difference_and_interval_text(step.against_baseline.get(metric), metric)
 
 
 def _latency_cells(step: StepReport, size: int) -> tuple[str, str]:
@@ -278,19 +278,15 @@ def _waterfall_section(losses: chart.Waterfall) -> Markdown:
 def _gates_section(report: ReportData) -> Markdown:
     rows = [
         [
-            _step_name_cell(row),
-            view.metric_label(gate.metric),
-            gate.kind if gate.confidence is None else f"{gate.kind}, confidence {gate.confidence:g}",
-            verdict_text
-            if (verdict_text := view.gate_verdict(gate)) == "passed"
-            else Markdown("**{}**").format(verdict_text),
+            step.name,
+            split,
+            view.gate_text(gate),
             view.gate_value_text(gate),
-            view.gate_quantity_text(gate.metric, gate.limit),
+            Markdown("{}" if gate.passed else "**{}**").format(view.gate_verdict(gate)),
         ]
-        for row in view.tree_rows(report)
-        for gate in row.step.gates
+        for step, split, gate in view.gate_rows(report)
     ]
-    return markdown_table(["step", "metric", "kind", "result", "value", "limit"], rows, left=4)
+    return markdown_table(["step", "data", "limit", "value", "result"], rows, left=3)
 
 
 def _agreement_section(report: ReportData) -> Markdown:
@@ -304,12 +300,11 @@ def _agreement_section(report: ReportData) -> Markdown:
     return _join_paragraphs([table, *examples.agreement_notes(report)])
 
 
-def _step_examples(step: StepReport, baseline: str) -> Markdown:
-    """Return the largest confusions of a step and its most changed examples; the HTML page has more."""
+def _step_examples(steps: Sequence[StepReport], report: ReportData) -> Markdown:
+    """Return the largest confusions and the most changed examples of steps that share them."""
+    step, baseline = steps[0], str(report.baseline)
     counts = examples.counts_text(step)
-    lines = [
-        Markdown("**{}**: {}").format(step.name, counts) if counts else Markdown("**{}**").format(step.name)
-    ]
+    lines = [Markdown("**{}**").format(", ".join(s.name for s in steps)) + (f": {counts}" if counts else "")]
     confusion_text = ", ".join(
         f"{label} → {predicted} {count:,}"
         for label, predicted, count in examples.largest_confusions(step, _NUM_CONFUSIONS)

@@ -14,7 +14,7 @@ from smelt.evaluate.metrics.allclose import ALLCLOSE
 from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.registry import METRICS, TOP1_METRIC, WINDOW_METRICS
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import ReportData, ScoreDifference, ScoresOnTest, StepReport
+from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport
 
 # If an interval extends further below the baseline than this fraction of its score, more samples are needed.
 _MAX_UNCERTAIN_DROP = 0.05
@@ -141,12 +141,6 @@ def _interval(scored: Scored, metric: str) -> list[float]:
     return [sign * end for end in scored.against_baseline[metric].ci95 or (-math.inf, math.inf)]
 
 
-def change_text(difference: ScoreDifference, metric: str) -> str:
-    """Return a difference with its interval."""
-    interval = view.difference_interval_text(difference, metric)
-    return f"{view.difference_text(difference, metric)} {interval}".rstrip()
-
-
 def samples_text(scored: Scored, metric: str) -> str:
     """Return how much was scored, such as `30 samples`."""
     if metric in WINDOW_METRICS:
@@ -172,12 +166,14 @@ def quality_warnings(
         num_worse: how many other steps are significantly worse.
     """
     main = metrics[0]
-    warnings = [
-        message
-        for metric in metrics
-        if is_worse(scored, metric)
-        for message in [_worse_warning(step, scored, metric, main, baseline)]
-    ]
+    worse_metrics = [metric for metric in metrics if is_worse(scored, metric)]
+    messages = [_worse_warning(step, scored, metric, baseline) for metric in worse_metrics]
+    warnings = [message for message in messages if message]
+    if ungated := [metric for metric in worse_metrics if _lacks_gate(step, scored, metric)]:
+        labels = " and ".join(view.metric_label(name) for name in ungated)
+        text = f"{step.name} is also significantly worse by {labels}, without a gate: only"
+        text += f" {view.metric_label(main)} has one. Set gates on {', '.join(ungated)} too."
+        warnings.append(warning("loss-without-gate", text))
     if not is_worse(scored, main):
         if is_uncertain(scored, main):
             warnings.append(
@@ -199,20 +195,31 @@ def quality_warnings(
     return warnings
 
 
-def _worse_warning(step: StepReport, scored: Scored, metric: str, main: str, baseline: str) -> Message:
-    change = f"{view.metric_label(metric)} {change_text(scored.against_baseline[metric], metric)}"
-    loss_text = f"{step.name} is significantly worse than {baseline}"
+def _is_unseen_loss(step: StepReport, scored: Scored, metric: str) -> bool:
+    """Return whether a loss on test is not one on validation, where the step was chosen."""
+    return scored is not step and not is_worse(step, metric)
+
+
+def _lacks_gate(step: StepReport, scored: Scored, metric: str) -> bool:
+    """Return whether a loss is accepted only because of the gate on the main metric."""
+    accepted = passes_gates(step, metric) or is_negligible_loss(scored, metric)
+    return not accepted and not _is_unseen_loss(step, scored, metric)
+
+
+def _worse_warning(step: StepReport, scored: Scored, metric: str, baseline: str) -> Message | None:
+    """Return a warning about a loss, except one that lacks a gate."""
+    loss_text = f"{step.name} is significantly worse than {baseline} by {view.metric_label(metric)}"
     if passes_gates(step, metric):
-        return warning("accepted-loss", f"{loss_text}. Its gate allows that.")
+        return warning("accepted-loss", f"{loss_text}; its gate allows that.")
     if is_negligible_loss(scored, metric):
         return warning(
             "accepted-loss", f"{loss_text}. Losses up to {NEGLIGIBLE_POINTS:g} point are accepted."
         )
-    if scored is not step and not is_worse(step, metric):
-        text = f"{step.name} is worse than {baseline} on test: {change}. On validation, where it was chosen,"
-        return warning("significantly-worse", f"{text} it is not.")
-    text = f"{loss_text}: {change}. Only {view.metric_label(main)} has a gate."
-    return warning("loss-without-gate", f"{text} Set one on {metric} too.")
+    if _is_unseen_loss(step, scored, metric):
+        return warning(
+            "significantly-worse", f"{loss_text} on test; on validation, where it was chosen, it is not."
+        )
+    return None
 
 
 def _many_steps_warning(step: StepReport, metric: str, num_worse: int) -> list[Message]:

@@ -6,7 +6,7 @@ report.html is one file without external resources; its only script searches the
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -22,6 +22,7 @@ from smelt.evaluate.report.schema import (
     validate_report,
 )
 from smelt.evaluate.report.verdict import limited_run_text, verdict_lines
+from smelt.evaluate.report.verdict_facts import verdict_facts
 
 _BADGES = {
     "passed": "good",
@@ -32,7 +33,7 @@ _BADGES = {
     "not-reached": "warn",
     "failed": "bad",
     "not judged": "warn",
-    "undecided": "warn",
+    "within the limit, the 95 % interval is not": "warn",
 }
 _TEMPLATE = "report.html.jinja"
 
@@ -61,6 +62,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
         colors=css_colors,
         trial=limited_run_text(checked),
+        facts=verdict_facts(checked),
         rows=view.tree_rows(checked),
         metrics=view.metric_names(checked),
         sizes=view.batch_sizes(checked),
@@ -128,8 +130,8 @@ _MAX_WARNINGS = 3
 def render_table(report: Mapping[str, Any], width: int = 80) -> str:
     """Return the verdict, and the steps as a tree with metric, difference, p50, speed-up and size.
 
-    Where no times were measured, without those; if no name is truncated for it, also with the percentage of
-    outputs that equal the baseline's, and with the bits per quantized weight.
+    Where no times were measured, without those. Operations and bits per weight are columns where they differ
+    between steps and no name is truncated for them.
 
     Args:
         report: a report.json.
@@ -143,19 +145,19 @@ def render_table(report: Mapping[str, Any], width: int = 80) -> str:
     metric = next(iter(view.metric_names(checked)), None)
     sizes = view.batch_sizes(checked)
     times = ["p50 ms", "speed-up"] if sizes else []
-    head = [view.metric_label(metric) if metric else "quality", "diff", *times, "MB"]
+    head = [view.metric_label(metric) if metric else "quality", "difference", *times, "MB"]
     lines = [(row, _step_cells(row.step, metric, sizes)) for row in view.tree_rows(checked)]
     names = [row.branch + row.step.name for row, _ in lines]
     longest = max([len("step"), *map(len, names)])
-    optional = [
-        ("same %", any(step.agreement for step in checked.steps), examples.same_outputs_text),
-        ("M multiply-adds", view.has_operations(checked), lambda step: view.millions(step.operations)),
-        ("bits", view.has_quantized_weights(checked), lambda step: view.bits_per_weight_text(step, checked)),
+    optional: list[tuple[str, Callable[[StepReport], str]]] = [
+        ("M multiply-adds", lambda step: view.millions(step.operations)),
+        ("bits", lambda step: view.bits_per_weight_text(step, checked)),
     ]
-    for name, has_values, cell_text in optional:
+    for name, cell_text in optional:
         wider = [(row, [*cells, cell_text(row.step)] if cells else []) for row, cells in lines]
+        differs = len({cells[-1] for _, cells in wider if cells} - {view.MISSING_TEXT}) > 1
         # no name is truncated for these, the report contains them too
-        if has_values and longest <= width - _columns_width([*head, name], wider):
+        if differs and longest <= width - _columns_width([*head, name], wider):
             head, lines = [*head, name], wider
     widths = _column_widths(head, lines)
     name_width = min(max(_MIN_NAME_WIDTH, width - _columns_width(head, lines)), longest)
@@ -165,9 +167,9 @@ def render_table(report: Mapping[str, Any], width: int = 80) -> str:
         text.append(
             _table_line(name, name_width, cells, widths)
             if cells
-            else _unmeasured_line(name, row.step, name_width, width)
+            else f"{_truncate(name, name_width).ljust(name_width)}  {row.step.status}"
         )
-    text += ["", *_legend_lines(checked, metric, sizes, head, width)]
+    text += ["", *_legend_lines(checked, metric, sizes, width)]
     return "\n".join(line.rstrip() for line in text)
 
 
@@ -188,31 +190,35 @@ def _step_cells(step: StepReport, metric: str | None, sizes: list[int]) -> list[
     score = step.quality.get(metric) if metric else None
     difference = step.against_baseline.get(metric) if metric else None
     latency = step.latency_at(sizes[0]) if sizes else None
-    significance_mark = "" if difference is None else "*" if view.is_significant(difference) else " "
     return [
         view.number_text(score.value if score else None, view.metric_digits(metric)),
-        view.difference_text(difference, metric) + significance_mark,
+        view.difference_and_interval_text(difference, metric),
         *([view.median_text(latency), view.speedup_text(latency)] if sizes else []),
         view.megabytes(step.size_bytes),
     ]
 
 
+_FACT_INDENT = " " * 11
+
+
 def _wrapped_verdict(report: ReportData, width: int) -> list[str]:
-    wrapped_lines = [
-        line for text in verdict_lines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
-    ]
-    return [*wrapped_lines, ""] if wrapped_lines else []
+    """Return the verdict and its facts, a line for each as far as they fit."""
+    lines = [] if report.status == "passed" else [f"Status: {report.status}."]
+    headline, *warnings = verdict_lines(report) or [""]
+    lines += textwrap.wrap(headline, width, break_on_hyphens=False)
+    entries = [(fact.label, fact.text) for fact in verdict_facts(report)]
+    for label, text in [*entries, *(("note", warning) for warning in warnings)]:
+        first = f"  {label}".ljust(len(_FACT_INDENT))
+        lines += textwrap.wrap(
+            text, width, break_on_hyphens=False, initial_indent=first, subsequent_indent=_FACT_INDENT
+        )
+    return [*lines, ""] if lines else []
 
 
 def _table_line(name: str, room: int, cells: list[str], widths: list[int]) -> str:
     return _truncate(name, room).ljust(room) + "".join(
         "  " + cell.rjust(size) for cell, size in zip(cells, widths, strict=True)
     )
-
-
-def _unmeasured_line(name: str, step: StepReport, room: int, width: int) -> str:
-    status_text = " ".join([step.status + ":", *next(iter(step.failure_texts), "").split()])
-    return f"{_truncate(name, room).ljust(room)}  {_truncate(status_text.rstrip(':'), width - room - 2)}"
 
 
 def _truncate(text: str, room: int) -> str:
@@ -244,63 +250,60 @@ def _warning_lines(report: ReportData) -> list[str]:
     )
 
 
-def _unscored_lines(report: ReportData) -> list[str]:
-    """Return the steps that are not scored, each reason once."""
-    names_by_reason: dict[str, list[str]] = {}
+def _unmeasured_lines(report: ReportData) -> list[str]:
+    """Return the steps without an artifact, without scores or without times; each reason once."""
+    names_by_reason: dict[tuple[str, str], list[str]] = {}
     for step in report.steps:
-        if step.unscored:
-            names_by_reason.setdefault(step.unscored, []).append(f"'{step.name}'")
-    return [
-        f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} not scored: {reason}"
-        for reason, names in names_by_reason.items()
-    ]
+        for text in step.failure_texts:
+            done = step.status in ("done", "cached")  # which may still have failed to be timed
+            kind = "not scored: " if text == step.unscored else "" if done else f"{step.status}: "
+            names_by_reason.setdefault((kind, text), []).append(f"'{step.name}'")
+    return [f"{', '.join(names)}: {kind}{reason}" for (kind, reason), names in names_by_reason.items()]
 
 
-def _legend_lines(
-    report: ReportData, metric: str | None, sizes: list[int], columns: Sequence[str], width: int
-) -> list[str]:
-    parts = []
+def _legend_lines(report: ReportData, metric: str | None, sizes: list[int], width: int) -> list[str]:
+    """Return what the table's numbers are, and what a reader needs to know about its steps."""
+    sentences = []
+    if metric and (n := view.sample_text(report)):
+        sentences.append(f"{view.metric_label(metric)} of {n}.")
     if report.baseline_step and report.baseline_step.quality:
         timed = view.timed_baseline(report)
-        parts.append(f"diff{' and speed-up' * bool(sizes)} relative to '{report.baseline}'{timed}")
+        sentences.append(
+            f"Differences{' and speed-ups' * bool(sizes)} are relative to '{report.baseline}'{timed}."
+        )
     if any(metric in step.against_baseline for step in report.steps):
-        parts.append(
-            "differences include the graph's random numbers" if report.is_random else "* p < 0.05 (Holm)"
+        sentences.append(
+            "Differences include the graph's random numbers; in brackets 95 % intervals."
+            if report.is_random
+            else "In brackets 95 % intervals; * p < 0.05."
         )
     if sizes:
-        parts.append(f"batch {sizes[0]}")
-    if "same %" in columns:
-        parts.append(f"same %: outputs equal to those of '{report.baseline}'")
-    if "bits" in columns:
-        parts.append("bits per quantized weight")
-    if n := view.sample_text(report):
-        parts.append(n)
+        row = next(entry for step in report.steps for entry in step.latency)
+        threads = f", {view.count_text(row.threads, 'thread')}" if row.threads else ""
+        sentences.append(f"Times: median of a call, batch {sizes[0]}{threads}.")
     if any(row.stable is False for step in report.steps for row in step.latency):
-        parts.append(f"{view.DISTURBED_MARK} unreliable speed")
-    lines = textwrap.wrap(", ".join(parts), width) if parts else []
-    failed = [
-        f"gate {view.gate_verdict(gate)} at '{step.name}': {view.gate_text(gate)}"
-        + (f", got {view.gate_value_text(gate)}" if gate.value is not None else "")
+        sentences.append(f"{view.DISTURBED_MARK}: unreliable, see the report.")
+    notes = [
+        f"'{step.name}': {text}" for step in report.steps if (text := view.measured_elsewhere_text(step))
+    ]
+    notes += [
+        f"'{step.name}': gate {view.gate_verdict(gate)}: {view.gate_result_text(gate)}"
         + (f": {gate.reason}" if gate.reason and gate.reason not in step.failure_texts else "")
         for step in report.steps
+        for gate in view.final_gates(step)
+        if not gate.passed
+    ]
+    notes += [
+        f"'{step.name}': {view.too_few_examples_text(gate, step)}"
+        for step in report.steps
         for gate in step.gates
-        if not gate.passed or gate.undecided
+        if gate.n_needed is not None
     ]
-    small_sample_gates = [
-        (gate, step) for step in report.steps for gate in step.gates if gate.n_needed is not None
-    ]
-    failed += [
-        f"'{step.name}': {view.too_few_examples_text(gate, step)}" for gate, step in small_sample_gates
-    ]
-    failed += [view.test_scores_text(report), *view.failed_on_test_texts(report)]
-    failed += _unscored_lines(report)
-    # a finished step can still have failed to be timed
-    untimed = [step for step in report.steps if step.error and step.status != "error"]
-    failed += [f"'{step.name}': {step.error.message}" for step in untimed if step.error]
+    tested = [(step.name, view.score_texts(step.test)) for step in report.steps if step.test]
+    notes += [f"'{name}' on test: {' '.join(texts)}" for name, texts in tested]
+    notes += _unmeasured_lines(report)
     if previous_steps := [step.name for step in report.steps if step.from_previous_run]:
-        failed.append(f"kept from an earlier run in this folder: {', '.join(previous_steps)}")
-    failed += [f"{message.severity}: {message}" for message in report.warnings]
-    failed += _warning_lines(report)
-    for text in failed:
-        lines += textwrap.wrap(text, width)
-    return [*lines, f"status: {report.status}"]
+        notes.append(f"Kept from an earlier run in this folder: {', '.join(previous_steps)}.")
+    notes += [f"{message.severity}: {message}" for message in report.warnings]
+    notes += _warning_lines(report)
+    return [line for text in (" ".join(sentences), *notes) for line in textwrap.wrap(text, width)]

@@ -54,6 +54,14 @@ def is_step_at_chance(step: Mapping[str, Any]) -> bool:
     return False
 
 
+_GPU_TARGETS = frozenset({"ort-cuda", "tensorrt", "ort-tensorrt"})
+
+
+def is_measured_elsewhere(target: str | None, device: str | None) -> bool:
+    """Return whether a graph for GPUs was measured on the CPU: its times are not those of its target."""
+    return target in _GPU_TARGETS and device == "cpu"
+
+
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
 StepStatus = Literal["done", "cached", "skipped", "error", "not-reached"]
 
@@ -181,8 +189,8 @@ class LatencyReport(_ReportModel):
 class ScoreDifference(_WithInterval):
     """Difference between this step and another one (this minus other), on the same examples.
 
-    p_value_holm: p_value corrected for all comparisons with the baseline in the report, which decides whether
-    the difference is marked as significant; None for other comparisons. n: compared examples.
+    p_value_holm: p_value corrected for all comparisons with the baseline in the report; None for other
+    comparisons. n: compared examples.
     """
 
     difference: float
@@ -419,6 +427,11 @@ class StepReport(_ReportModel):
         return self.reason if self.status in ("done", "cached") else None
 
     @property
+    def is_measured_elsewhere(self) -> bool:
+        """Whether the step is a graph for GPUs that was measured on the CPU."""
+        return is_measured_elsewhere(self.target, self.device)
+
+    @property
     def failure_texts(self) -> list[str]:
         """The texts of the error and of the reason, as far as the step has them."""
         return [text for text in (self.error and self.error.message, self.reason) if text]
@@ -468,7 +481,10 @@ STEP_KEYS = ("name", "from", "optional")  # of a recipe's step, next to its stag
 
 
 class ReportData(_ReportModel):
-    """A whole report.json, version 3."""
+    """A whole report.json, version 3.
+
+    started: when the run began, local time of the machine, ISO 8601 to the minute. seconds: how long it took.
+    """
 
     model_config = ConfigDict(**{**STRICT_CONFIG, "serialize_by_alias": True})
     schema_version: Literal[3] = Field(alias="schema")
@@ -477,6 +493,8 @@ class ReportData(_ReportModel):
     status: RunStatus
     baseline: str | None = None
     judged_on: Literal["validation", "test"] = "test"
+    started: str | None = None
+    seconds: float | None = Field(default=None, ge=0)
     warnings: _Messages = Field(default_factory=list)
     steps: list[StepReport]
     pareto_front: list[str] = Field(default_factory=list)

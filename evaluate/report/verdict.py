@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smelt.core.messages import Message, warning
@@ -18,7 +18,6 @@ from smelt.evaluate.report.quality_loss import (
     NEGLIGIBLE_POINTS,
     Scored,
     accepts_loss,
-    change_text,
     is_decidable,
     is_uncertain,
     is_worse,
@@ -35,7 +34,7 @@ from smelt.evaluate.report.view import gate_text
 
 # Smaller differences of processor time are not significant: other work that shares caches slows some more.
 _MIN_CPU_DIFFERENCE = 0.10
-# Smaller gains of speed or size are none.
+# Smaller gains of speed or size are none, and steps whose speed-ups differ by less are equally fast.
 _MIN_GAIN = 0.02
 
 UNFINISHED = Verdict(
@@ -49,12 +48,14 @@ class _Pick:
     """A step with its times at the smallest batch size, None where it was not timed.
 
     by_cpu_time: whether its speed-up is by processor time. doubt: why no wall-clock speed is claimed.
+    equally_fast: the names of the other candidates that are as fast.
     """
 
     step: StepReport
     times: LatencyReport | None
     by_cpu_time: bool = False
     doubt: str | None = None
+    equally_fast: tuple[str, ...] = ()
 
     @property
     def is_disturbed(self) -> bool:
@@ -101,10 +102,11 @@ def decide(report: ReportData) -> Verdict:
     metric, or on the first one, pass, and up to 1 point of a metric that is perfect for the baseline by
     definition. With too few examples for any loss to be significant nothing is recommended.
 
-    Recommended is the fastest candidate by the paired speed-up at the smallest batch size; of steps as fast,
-    the best, then the smallest. Where the times of a candidate that may be the fastest were disturbed,
-    processor time decides. Where nothing was timed, or nothing is faster, it is the smallest, of graphs for
-    ONNX Runtime if there are any.
+    Recommended is the fastest candidate by the paired speed-up at the smallest batch size; of steps as fast
+    (their intervals overlap, or the speed-ups differ by less than 2 %) the best, then the smallest. Where the
+    times of a candidate that may be the fastest were disturbed, processor time decides. Where nothing was
+    timed, or nothing is faster, it is the smallest, of graphs for ONNX Runtime if there are any. If the step
+    was also scored on test and fails a gate there, none is recommended: another would be chosen on test.
     """
     metrics = judged_metrics(report)
     steps = [
@@ -116,7 +118,7 @@ def decide(report: ReportData) -> Verdict:
         and step.deployable is not False
     ]
     if not steps:
-        return _none("no-deployable-step", "no step can be deployed. Add a stage that exports, such as onnx.")
+        return _none("no-deployable-step", _not_deployable_text(report))
     metric = metrics[0] if metrics else ""
     compared_steps = [step for step in steps if metric in step.quality and metric in step.against_baseline]
     if not compared_steps:
@@ -134,7 +136,7 @@ def decide(report: ReportData) -> Verdict:
     for reason, keeps in rules.items():
         remaining = [step for step in candidates if keeps(step)]
         if not remaining:
-            return _closest(reason, candidates, metrics, report)
+            return _closest(reason, candidates, metrics)
         candidates = remaining
     pick = _choose(candidates, metric, report)
     if pick is None:
@@ -145,11 +147,16 @@ def decide(report: ReportData) -> Verdict:
 def shortlisted(report: ReportData) -> list[str]:
     """Return the steps to score on test after they were chosen on validation; the baseline is first.
 
-    They are the baseline, the Pareto-optimal steps and the step that the verdict names; where it names none,
-    the smallest graph for ONNX Runtime that fails no gate.
+    They are the baseline, the Pareto-optimal steps, and the step that the verdict names with the steps that
+    it comes from; where it names none, the smallest graph for ONNX Runtime that fails no gate.
     """
     verdict = decide(report)
+    parents = {step.name: step.parent for step in report.steps}
     selected_names = [report.baseline, *report.pareto_front, verdict.step, verdict.closest]
+    ancestor = parents.get(verdict.step or "")
+    while ancestor is not None:
+        selected_names.append(ancestor)
+        ancestor = parents[ancestor]
     if not (verdict.step or verdict.closest):
         eligible = [step for step in report.steps if step.artifact and _is_cpu_graph(step)]
         eligible = [step for step in eligible if all(gate.passed is not False for gate in step.gates)]
@@ -181,43 +188,40 @@ def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], repo
     return Verdict(
         reason="nothing-gained",
         text=f"No step is recommended: {step.name} is {gain} than {report.baseline}, but {reason}; of the"
-        f" other steps none is faster or smaller. {step.name}: {_score_text(step, step, metric, report)}.",
+        " other steps none is faster or smaller.",
         closest=step.name,
         **_loss_fields(step, metric),
     )
 
 
 def _failed_gates_text(step: StepReport) -> str:
-    return " and ".join(
-        f"{view.metric_label(gate.metric)} {gate.kind}" for gate in step.gates if gate.passed is False
-    )
+    return " and ".join(gate_text(gate) for gate in view.final_gates(step) if gate.passed is False)
 
 
-def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str], report: ReportData) -> Verdict:
+def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -> Verdict:
     """Return that no step is recommended and why, with the step of the best score."""
     metric = metrics[0]
     best = max(steps, key=lambda step: signed_value(step, metric))
     losses = refused_losses(best, metrics)
-    text = {
-        "gates-failed": "none passes all its gates.",
-        "significantly-worse": "all are significantly worse.",
-        "too-few-examples": f"{samples_text(best, metric)} are too few for any loss to be significant.",
-    }[reason]
-    scores = [
-        _score_text(best, best, name, report)
-        for name in dict.fromkeys((metric, *(losses if reason == "significantly-worse" else ())))
-    ]
     gates = ", ".join(f"{name}: {{max_drop: NUMBER}}" for name in losses or [metric])
-    hint = {
-        "gates-failed": f"; it fails {_failed_gates_text(best)}.",
-        "significantly-worse": f". To accept such a loss, set a gate: gates: {{{gates}}}.",
-        "too-few-examples": f". Score more samples, or set a gate: gates: {{{gates}}}.",
+    loss_texts = " and ".join(view.metric_label(name) for name in losses)
+    why, hint = {
+        "gates-failed": ("none passes all its gates.", f", and fails {_failed_gates_text(best)}."),
+        "significantly-worse": (
+            "all are significantly worse.",
+            f", and loses {loss_texts}. To accept such a loss, set a gate: gates: {{{gates}}}.",
+        ),
+        "too-few-examples": (
+            f"{samples_text(best, metric)} are too few for any loss to be significant.",
+            f". Score more samples, or set a gate: gates: {{{gates}}}.",
+        ),
     }[reason]
+    scored = best.test if best.test and metric in best.test.against_baseline else best
     return Verdict(
         reason=reason,
-        text=f"No step is recommended: {text} {best.name} comes closest: {'; '.join(scores)}{hint}",
+        text=f"No step is recommended: {why} {best.name} comes closest{hint}",
         closest=best.name,
-        **_loss_fields(best, metric),
+        **_loss_fields(scored, metric),
     )
 
 
@@ -262,15 +266,17 @@ def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> 
     step, row = max(calm or timed, key=lambda pair: pair[1].speedup or 0.0)
     rivals = [(s, r) for s, r in timed if r.stable is False and (not calm or _may_be_faster(r, row))]
     if not rivals:
-        low = min(row.speedup or 0.0, *(row.speedup_ci95 or ()))
+        ratio = row.speedup or 0.0
+        low = min(ratio * (1 - _MIN_GAIN), *(row.speedup_ci95 or (ratio,)))
         equally_fast = [
-            (s, r) for s, r in calm or timed if max(r.speedup or 0.0, *(r.speedup_ci95 or ())) >= low
+            (s, r) for s, r in calm or timed if max(r.speedup or 0.0, *(r.speedup_ci95 or (0.0,))) >= low
         ]
         gains = [(s, r) for s, r in equally_fast if _is_gain(r.speedup or 0.0, r.speedup_ci95)]
-        return _Pick(*_best_of_equally_fast(gains or [(step, row)], metric))
+        return _best_of_equally_fast(gains or [(step, row)], metric)
     disturbance = _disturbed_text(rivals)
     best = _fastest_by_cpu_time([(s, r) for s, r in timed if r.cpu_speedup is not None], metric)
-    return _Pick(*best, by_cpu_time=True, doubt=disturbance) if best else _Pick(step, None, doubt=disturbance)
+    best = best or _Pick(step, None)
+    return replace(best, by_cpu_time=best.times is not None, doubt=disturbance)
 
 
 def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
@@ -283,9 +289,7 @@ def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
     return max(round_speedups) >= fastest.speedup_ci95[0]
 
 
-def _fastest_by_cpu_time(
-    timed: Sequence[tuple[StepReport, LatencyReport]], metric: str
-) -> tuple[StepReport, LatencyReport] | None:
+def _fastest_by_cpu_time(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick | None:
     """Return the best of the steps whose processor time equals the fastest's; None if there are none."""
     if not timed:
         return None
@@ -300,9 +304,7 @@ def _fastest_by_cpu_time(
     return _best_of_equally_fast(equally_fast, metric)
 
 
-def _best_of_equally_fast(
-    alike: Sequence[tuple[StepReport, LatencyReport]], metric: str
-) -> tuple[StepReport, LatencyReport]:
+def _best_of_equally_fast(alike: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick:
     """Return the step of the best quality; of those within its standard error the smallest.
 
     Source: the one-standard-error rule (Breiman et al. 1984, Classification and Regression Trees, 3.4.3).
@@ -312,51 +314,44 @@ def _best_of_equally_fast(
     error = (ends[1] - ends[0]) / (2 * 1.96) if ends else 0.0
     min_difference = signed_difference(best, metric) - error
     as_good = [pair for pair in alike if signed_difference(pair[0], metric) >= min_difference]
-    return min(as_good, key=lambda pair: (pair[0].size_bytes or 0, -signed_difference(pair[0], metric)))
+    step, row = min(as_good, key=lambda pair: (pair[0].size_bytes or 0, -signed_difference(pair[0], metric)))
+    return _Pick(step, row, equally_fast=tuple(other.name for other, _ in alike if other is not step))
 
 
 def _is_cpu_graph(step: StepReport) -> bool:
     return step.format == "onnx" and step.target == "ort-cpu"
 
 
-def ship_command(report: ReportData, step: StepReport, folder: str) -> str:
+def ship_command(report: ReportData, step: StepReport, folder: str, program: str = "smelt") -> str:
     """Return the command that makes a deployable folder of the artifact of `step` in `folder`.
 
     `smelt package` for graphs of ONNX Runtime; other artifacts, and graphs of the task custom, are copied.
+    program: the command smelt, as it was called.
     """
     quoted_folder, task = shlex.quote(folder), report.recipe.get("task")
     if task in tasks_with(modality="arrays") or not _is_cpu_graph(step):
         return f"cp -rL {quoted_folder} NEW"
     # third-party graphs that generate have no graph with the loop, which the other formats need
     generates = task in tasks_with(generates=True)
-    return (
-        "smelt package "
-        f"{quoted_folder}{' --format optimum' * bool(generates and step.details.get('foreign'))}"
-    )
+    form = " --format optimum" * bool(generates and step.details.get("foreign"))
+    return f"{program} package {quoted_folder}{form}"
 
 
 def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_worse: int) -> Verdict:
     """Return the verdict for the chosen step. num_worse: how many others are significantly worse."""
     metric = metrics[0]
     step = pick.step
+    if any(gate.passed is False for gate in view.final_gates(step)):  # on test
+        return _closest("gates-failed", [step], metrics)
     fastest = pick.is_faster
     kind = "fastest" if fastest else "smallest"
-    by_cpu = " by CPU time" * pick.by_cpu_time
+    by_cpu = " by CPU time" * (pick.by_cpu_time and fastest)
     scores = step.test if step.test and metric in step.test.against_baseline else step
-    parts = [_score_text(step, scores, metric, report)]
-    if pick.speedup is not None and pick.times:
-        fast = (
-            view.significant_digits(pick.speedup, 2) if pick.by_cpu_time else view.number_text(pick.speedup)
-        )
-        ratio = f"{'about ' * pick.by_cpu_time}{fast}× {view.interval_text(pick.speedup_ci95)}".rstrip()
-        parts.append(f"{ratio} as fast{by_cpu} at batch {pick.times.batch_size}")
-    elif pick.is_disturbed:
-        parts.append("speed unknown, because its times were disturbed")
-    share = view.size_ratio(step, report.baseline_step)
-    of_base = f" ({100 * share:.0f} %)" if share is not None else ""
-    parts.append(f"{view.megabytes(step.size_bytes)} MB{of_base}")
-    reason = f"the {kind} step{by_cpu * fastest} {_reason_text(step, metrics)}"
-    text = f"Ship {step.name}, {reason}. Compared with {report.baseline}: {'; '.join(parts)}."
+    text = f"Recommended: {step.name}, the {kind} step{by_cpu} {_reason_text(step, metrics)}."
+    if fastest and pick.equally_fast:
+        others = ", ".join(pick.equally_fast)
+        verb = "are" if len(pick.equally_fast) > 1 else "is"
+        text += f" {others} {verb} as fast; {step.name} is the smallest of those with the best quality."
     return Verdict(
         step=step.name,
         reason=("fastest-by-cpu-time" if pick.by_cpu_time else "fastest") if fastest else "smallest",
@@ -368,7 +363,7 @@ def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_wors
         speedup=pick.speedup,
         speedup_ci95=pick.speedup_ci95,
         size_bytes=step.size_bytes,
-        size_ratio=share,
+        size_ratio=view.size_ratio(step, report.baseline_step),
         warnings=[
             *quality_warnings(step, scores, metrics, report.baseline or "", num_worse),
             *_step_warnings(pick, report),
@@ -377,13 +372,8 @@ def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_wors
 
 
 def _step_warnings(pick: _Pick, report: ReportData) -> list[Message]:
-    """Return warnings about the gates on test, the speed and the outputs of the recommended step."""
-    step = pick.step
-    warnings = [
-        warning("gate-failed", f"{step.name} fails a gate on test: {gate_text(gate)}.")
-        for gate in (step.test.gates if step.test else ())
-        if gate.passed is False
-    ]
+    """Return warnings about the speed and the outputs of the recommended step."""
+    step, warnings = pick.step, list[Message]()
     if pick.is_slower:
         by_cpu = " by CPU time" * (pick.by_cpu_time or pick.is_disturbed)
         text = f"{step.name} is slower than {report.baseline}{by_cpu}; it is recommended for its size alone."
@@ -400,7 +390,7 @@ def _reason_text(step: StepReport, metrics: Sequence[str]) -> str:
     """Return why the loss of a step is accepted: what was judged, and whether that shows anything."""
     if step.gates:
         judged = all(gate.passed for gate in step.gates)
-        return "that passes its gates" if judged else "that fails no gate, of which not all were judged"
+        return "within its gates" if judged else "that fails no gate, of which not all were judged"
     if is_worse(step, metrics[0]):
         return f"that loses at most {NEGLIGIBLE_POINTS:g} point"
     if is_uncertain(step, metrics[0]):
@@ -421,15 +411,11 @@ def _loss_fields(scored: Scored, metric: str) -> dict[str, Any]:
     }
 
 
-def _score_text(step: StepReport, scored: Scored, metric: str, report: ReportData) -> str:
-    """Return the score of a step and its difference from the baseline."""
-    difference = scored.against_baseline[metric]
-    split_text = (
-        "" if report.judged_on == "test" else " on test" if scored is step.test else f" on {report.judged_on}"
-    )
-    value = view.number_text(scored.quality[metric].value, view.metric_digits(metric))
-    change = f"{change_text(difference, metric)}, {view.p_value_text(difference.p_value)}"
-    return f"{view.metric_label(metric)}{split_text} {value} ({change})"
+def _not_deployable_text(report: ReportData) -> str:
+    names = ", ".join(step.name for step in report.steps if step.is_measured_elsewhere)
+    if names:
+        return f"{names}: measured on the CPU, but made for GPUs. Run the recipe on a machine with a GPU."
+    return "no step can be deployed. Add a stage that exports, such as onnx."
 
 
 def _chance_text(step: StepReport, metric: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.core.messages import Message
+from smelt.core.messages import Message, duration_text
 from smelt.data.tasks import ALL_TASKS, tasks_with
 from smelt.evaluate.metrics.registry import (
     METRICS,
@@ -18,11 +18,13 @@ from smelt.evaluate.metrics.registry import (
 from smelt.evaluate.report.detail_notes import detail_notes
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
+    ClassReport,
     GateReport,
     GenerationTimings,
     LatencyReport,
     ReportData,
     ScoreDifference,
+    ScoresOnTest,
     StepReport,
 )
 from smelt.tasks.registry import task_spec
@@ -80,6 +82,20 @@ def metric_names(report: ReportData) -> list[str]:
     return list(dict.fromkeys(metric for step in report.steps for metric in step.quality))
 
 
+def class_table(
+    report: ReportData,
+) -> tuple[list[StepReport], list[tuple[str, int, list[ClassReport | None]]]]:
+    """Return the steps with scores by class, and (class, samples, scores of each step) of every class."""
+    steps = [row.step for row in tree_rows(report) if row.step.classes]
+    by_label = [{entry.label: entry for entry in step.classes or ()} for step in steps]
+    labels = dict.fromkeys(label for classes in by_label for label in classes)
+    rows = []
+    for label in labels:
+        scores = [classes.get(label) for classes in by_label]
+        rows.append((label, max(score.n for score in scores if score), scores))
+    return steps, rows
+
+
 def batch_sizes(report: ReportData) -> list[int]:
     """Return the batch sizes that were timed, smallest first."""
     return sorted({entry.batch_size for step in report.steps for entry in step.latency})
@@ -119,6 +135,23 @@ def hardware(report: ReportData) -> str:
     return ", ".join(parts) or MISSING_TEXT
 
 
+def run_facts(report: ReportData) -> list[tuple[str, str]]:
+    """Return (name, text) of what was run, where and when."""
+    environment = report.environment
+    seconds, versions = report.seconds, environment.get("versions") or {}
+    entries = [
+        ("Model", model_name(report)),
+        ("Task", report.recipe.get("task")),
+        ("Data", sample_text(report)),
+        ("Baseline", report.baseline),
+        ("Machine", hardware(report)),
+        ("smelt", versions.get("smelt")),
+        ("Date", report.started and report.started.replace("T", " ")),
+        ("Duration", None if seconds is None else duration_text(seconds)),
+    ]
+    return [(name, str(value)) for name, value in entries if value]
+
+
 def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_value_text(item)}" for name, item in value.items())
@@ -152,10 +185,9 @@ def sample_unit(metric: str) -> str:
 
 
 def sample_text(report: ReportData) -> str:
-    """Return `n = 1,000 examples`; empty where nothing was scored."""
+    """Return `validation, n = 1,000 examples`; empty where nothing was scored."""
     size = sample_size(report)
-    split_text = "" if report.judged_on == "test" else f" of {report.judged_on}"
-    return f"n = {count_text(*size)}{split_text}" if size else ""
+    return f"{report.judged_on}, n = {count_text(*size)}" if size else ""
 
 
 def count_text(number: int, noun: str) -> str:
@@ -246,24 +278,35 @@ def runtime_label(step: StepReport) -> str:
     return " · ".join(part for part in (step.format, step.target) if part) or MISSING_TEXT
 
 
+def score_texts(scored: StepReport | ScoresOnTest) -> list[str]:
+    """Return the first metric, and its difference from the baseline, as `BLEU 37.05`, `−1.37* [...]`."""
+    if not scored.quality:
+        return []
+    metric, score = next(iter(scored.quality.items()))
+    texts = [f"{metric_label(metric)} {number_text(score.value, metric_digits(metric))}"]
+    if difference := scored.against_baseline.get(metric):
+        texts.append(difference_and_interval_text(difference, metric))
+    return texts
+
+
+def measured_elsewhere_text(step: StepReport) -> str:
+    """Return where a graph for GPUs was measured instead; empty for other steps."""
+    if not step.is_measured_elsewhere:
+        return ""
+    verb = "scored and timed" if step.latency else "scored"
+    return f"{verb} in {step.runner} on the CPU, not in its runtime ({step.target}), and no candidate."
+
+
 def is_significant(difference: ScoreDifference) -> bool:
     """Return whether the difference is significant at 5 %, and not zero in all digits that are shown.
 
-    The p-value is corrected for the number of comparisons with the baseline, where it is one of them.
-
+    By the p-value of this one comparison, as in the verdict, so that the interval shows the same.
     Where a graph computes in another order, every sample may differ in the last digit of a float, all in one
     direction: significant, but not relevant. Differences caused by random numbers are not counted either.
     """
     if difference.is_random:
         return False
-    return is_significant_p_value(corrected_p_value(difference)) and bool(
-        round(difference.difference, MAX_DIGITS)
-    )
-
-
-def corrected_p_value(difference: ScoreDifference) -> float:
-    """Return the p-value corrected for the comparisons in the report; its own where it is not one of them."""
-    return difference.p_value if difference.p_value_holm is None else difference.p_value_holm
+    return is_significant_p_value(difference.p_value) and bool(round(difference.difference, MAX_DIGITS))
 
 
 def is_significant_p_value(p_value: float) -> bool:
@@ -306,6 +349,15 @@ def difference_text(difference: ScoreDifference | None, metric: str | None) -> s
     if difference is None:
         return MISSING_TEXT
     return signed_text(difference.difference, difference_digits(difference, metric))
+
+
+def difference_and_interval_text(difference: ScoreDifference | None, metric: str | None) -> str:
+    """Return a difference with its mark and its 95 % interval, as `−1.37* [−1.72, −1.02]`."""
+    if difference is None:
+        return MISSING_TEXT
+    mark = "*" * is_significant(difference)
+    text = f"{difference_text(difference, metric)}{mark} {difference_interval_text(difference, metric)}"
+    return text.rstrip()
 
 
 def difference_interval_text(difference: ScoreDifference, metric: str | None) -> str:
@@ -456,7 +508,6 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
     entries: list[tuple[str, str, str]] = [
         ("run", message.severity, str(message)) for message in report.warnings
     ]
-    entries += [("run", "warning", text) for text in failed_on_test_texts(report)]
     entries += [("run", "disturbed", text) for text in disturbed_texts(report)]
     for step in report.steps:
         notes = (
@@ -474,7 +525,8 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
             for gate in step.gates
             if gate.n_needed is not None
         ]
-        entries += [(step.name, "info", text) for text in detail_notes(step.details)]
+        info_texts = [measured_elsewhere_text(step), *detail_notes(step.details)]
+        entries += [(step.name, "info", text) for text in info_texts if text]
         entries += [(step.name, warning.severity, str(warning)) for warning in sort_warnings(step.warnings)]
         if step.from_previous_run:
             entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
@@ -498,47 +550,57 @@ def disturbed_texts(report: ReportData) -> list[str]:
     return texts
 
 
+GATE_VERDICTS = ("failed", "not judged", "within the limit, the 95 % interval is not", "passed")
+"""The results of a gate as texts, the worst first."""
+
+
 def gate_verdict(gate: GateReport) -> str:
-    """Return the result of a gate: passed, undecided, failed or not judged."""
+    """Return the result of a gate, one of `GATE_VERDICTS`."""
+    failed, not_judged, within_limit, passed = GATE_VERDICTS
     if gate.passed is None:
-        return "not judged"
+        return not_judged
     if not gate.passed:
-        return "failed"
-    return "undecided" if gate.undecided else "passed"
+        return failed
+    return within_limit if gate.undecided else passed
+
+
+def final_gates(step: StepReport) -> list[GateReport]:
+    """Return the gates of a step, those on metrics as judged on test where the step was scored there."""
+    on_test = {(gate.metric, gate.kind): gate for gate in (step.test.gates if step.test else ())}
+    return [on_test.get((gate.metric, gate.kind), gate) for gate in step.gates]
+
+
+def gate_rows(report: ReportData) -> list[tuple[StepReport, str, GateReport]]:
+    """Return (step, split, gate) of all gates; a gate that was also judged on test has a row for each.
+
+    Sizes and speeds are of no split.
+    """
+    return [
+        (row.step, split if gate.metric in row.step.quality else MISSING_TEXT, gate)
+        for row in tree_rows(report)
+        for split, gates in (
+            (report.judged_on, row.step.gates),
+            ("test", row.step.test.gates if row.step.test else ()),
+        )
+        for gate in gates
+    ]
 
 
 def gate_text(gate: GateReport) -> str:
-    """Return a gate as `BLEU max_drop 1.00`."""
-    confidence_text = "" if gate.confidence is None else f", confidence {gate.confidence:g}"
+    """Return the limit of a gate as `BLEU at most 1.00 worse`, `size at most 6.00 MB`."""
+    return f"{metric_label(gate.metric)} {_limit_text(gate)}"
+
+
+def _limit_text(gate: GateReport) -> str:
+    confidence_text = "" if gate.confidence is None else f" at confidence {gate.confidence:g}"
     limit = gate_quantity_text(gate.metric, gate.limit)
-    return f"{metric_label(gate.metric)} {gate.kind} {limit}{confidence_text}"
+    bound = "at least" if gate.kind == "min" else "at most"
+    return f"{bound} {limit}{' worse' * (gate.kind == 'max_drop')}{confidence_text}"
 
 
-def test_scores_text(report: ReportData) -> str:
-    """Return the test scores of the steps that were chosen on validation, by the first metric."""
-    metric = next(iter(metric_names(report)), "")
-    score_texts = []
-    for step in report.steps:
-        if step.test and (score := step.test.quality.get(metric)):
-            difference = step.test.against_baseline.get(metric)
-            change = (
-                f" ({difference_text(difference, metric)}{'*' if is_significant(difference) else ''})"
-                if difference
-                else ""
-            )
-            score_texts.append(f"{step.name} {number_text(score.value, metric_digits(metric))}{change}")
-    return f"{metric_label(metric)} on test: {', '.join(score_texts)}" if score_texts else ""
-
-
-def failed_on_test_texts(report: ReportData) -> list[str]:
-    """Return the gates that steps pass on validation, where they were chosen, and fail on test."""
-    return [
-        f"'{step.name}': gate {gate_text(gate)} passes on validation and fails on test:"
-        f" {gate_value_text(gate)}"
-        for step in report.steps
-        for gate in (step.test.gates if step.test else ())
-        if gate.passed is False and all(g.passed for g in step.gates if g.metric == gate.metric)
-    ]
+def gate_result_text(gate: GateReport) -> str:
+    """Return a gate with its value as `BLEU 1.37 worse (at most 1.00 worse)`."""
+    return f"{metric_label(gate.metric)} {gate_value_text(gate)} ({_limit_text(gate)})"
 
 
 def too_few_examples_text(gate: GateReport, step: StepReport) -> str:
@@ -560,8 +622,12 @@ def _round_up(count: int) -> int:
 
 
 def gate_value_text(gate: GateReport) -> str:
-    """Return the judged value, and the bound where the gate has a confidence."""
-    value = gate_quantity_text(gate.metric, gate.value)
-    if gate.bound is None:
-        return value
-    return f"{value} (bound {gate_quantity_text(gate.metric, gate.bound)})"
+    """Return the judged value, and the bound where the gate has a confidence; of a drop `1.37 worse`."""
+    value = _gate_value(gate, gate.value)
+    return value if gate.bound is None else f"{value}, bound {_gate_value(gate, gate.bound)}"
+
+
+def _gate_value(gate: GateReport, value: float | None) -> str:
+    if gate.kind != "max_drop" or value is None:
+        return gate_quantity_text(gate.metric, value)
+    return f"{gate_quantity_text(gate.metric, abs(value))} {'better' if value < 0 else 'worse'}"

@@ -139,6 +139,18 @@ def with_article(name: object) -> str:
     return f"an {name}" if _TAKES_AN.match(str(name)) else f"a {name}"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration as text: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, remainder = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {remainder} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def with_count(number: int, noun: str) -> str:
     """Return "1 text", "2 texts"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TextIO
 from smelt.core.artifact import Artifact
 from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import folder_size
-from smelt.core.messages import escape_controls
+from smelt.core.messages import duration_text, escape_controls
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -87,7 +87,7 @@ class Display:
                 )
                 bar.update(task, completed=done, total=total, note=escape_controls(note), refresh=True)
             return
-        remaining_text = "" if seconds is None else f", {duration(seconds)} left"
+        remaining_text = "" if seconds is None else f", {duration_text(seconds)} left"
         self._print(f"  {self._what}: {done}/{total} {note}{remaining_text}")
 
     def print_line(self, text: str, brief: bool = False) -> None:
@@ -185,18 +185,6 @@ def print_progress(text: str) -> None:
     """Print a line to standard output, if it can be written: work goes on without its terminal."""
     with suppress(OSError, ValueError):
         print(text, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, remainder = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {remainder} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 # Messages of torch, CUDA, ONNX Runtime and C++ when out of memory; they do not raise MemoryError.

@@ -6,6 +6,7 @@ A gate of a recipe is evaluated on a step, with the number of samples that a dec
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.data.splits import Split
 from smelt.evaluate.environment import describe_environment, float_dtype
 from smelt.evaluate.metrics.registry import WINDOW_METRICS
-from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.schema import is_measured_elsewhere, validate_report
 from smelt.evaluate.report.verdict import UNFINISHED, decide, pareto_front, shortlisted
+from smelt.evaluate.report.view import score_texts
 from smelt.evaluate.significance import (
     Statistics,
     changed_examples,
@@ -261,6 +263,7 @@ class ReportBuilder:
         self._scores: dict[str, Mapping[str, Any]] = {}
         self.status = "passed"
         self.finished = False
+        self._start_time = time.monotonic()
         self.statistics: dict[str, dict[str, Any]] = {}
         self.test_statistics: dict[str, dict[str, Any]] = {}
         sample_counts = {name: len(split) for name, split in data.items()}
@@ -271,6 +274,8 @@ class ReportBuilder:
             "status": self.status,
             "baseline": None,
             "judged_on": plan.judged_on,
+            "started": time.strftime("%Y-%m-%dT%H:%M"),
+            "seconds": None,
             "warnings": messages_to_json(plan.warnings),
             "steps": [_empty_step("model", "model", None, {})]
             + [_empty_step(s.name, s.stage, s.parent, s.settings.to_report()) for s in plan.steps],
@@ -294,11 +299,13 @@ class ReportBuilder:
 
     def add_step(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
         """Add the scores of a finished step."""
-        step = self._steps[name]
+        step, device = self._steps[name], score.get("device")
+        fields = _artifact_fields(name, artifact, cached)
         step.update(
-            _artifact_fields(name, artifact, cached),
+            fields,
             runner=score["runner"].split()[0],
-            device=score.get("device"),
+            device=device,
+            deployable=fields["deployable"] and not is_measured_elsewhere(fields["target"], device),
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
             classes=score.get("classes"),
@@ -345,7 +352,7 @@ class ReportBuilder:
         self._steps[name]["error"] = messages_to_json([failure.as_message().with_prefix("on test: ")])[0]
 
     def judge_test_gates(self) -> None:
-        """Evaluate the gates on test scores, for information only; validation decides."""
+        """Evaluate the gates on test scores, which a step must meet too."""
         baseline_statistics = self.test_statistics.get(self.data["baseline"], {})
         for name, step_statistics in self.test_statistics.items():
             step = self._steps[name]
@@ -355,6 +362,8 @@ class ReportBuilder:
                 for gate in gates
             ]
             step["test"]["gates"] = verdicts
+            if self.status == "passed" and any(verdict["passed"] is False for verdict in verdicts if verdict):
+                self._set_status("gate-failed")
 
     def update_scores(self, name: str, artifact: Artifact, score: Mapping[str, Any]) -> None:
         """Replace the scores of a finished step after they were completed."""
@@ -482,6 +491,12 @@ class ReportBuilder:
         verdicts = [gate["passed"] for gate in step["gates"]]
         return False in verdicts or (None in verdicts and step["name"] not in optional)
 
+    def score_texts(self, name: str, on_test: bool = False) -> list[str]:
+        """Return the first metric of a step, and its difference from the baseline with the interval."""
+        step = next(step for step in validate_report(self.data).steps if step.name == name)
+        scored = step.test if on_test else step
+        return score_texts(scored) if scored else []
+
     def is_deployable(self, name: str) -> bool:
         """Return whether the artifact of a finished step is deployable."""
         return self._steps[name]["deployable"] is True
@@ -500,6 +515,7 @@ class ReportBuilder:
         _correct_p_values(step["test"]["against_baseline"] for step in self.data["steps"] if step.get("test"))
         verdict = decide(validate_report({**self.data, "verdict": None})) if self.finished else UNFINISHED
         self.data["verdict"] = verdict.model_dump(mode="json")
+        self.data["seconds"] = round(time.monotonic() - self._start_time, 1)
         is_running = self.status == "passed" and not self.finished
         return {**self.data, "status": "interrupted"} if is_running else self.data
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, RunError, SmeltError, rust_panics_as_errors
 from smelt.core.locks import MachineTurns
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, duration_text, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, divide_folds, limit_split
 from smelt.data.splits import Split
@@ -22,7 +22,6 @@ from smelt.pipeline.execute.baseline_comparisons import RunComparisons
 from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
 from smelt.pipeline.execute.display import (
     Display,
-    duration,
     explain_step_error,
     unexpected_traceback,
     with_user_paths,
@@ -243,7 +242,8 @@ class _PlanRunner:
             not_copied = self.store.push_pending()
         self._write_report(last=True)
         self._finish_trackers()
-        self.display.print_line(f"{self.report.status} in {duration(time.monotonic() - start_time)}")
+        status_text = "" if self.report.status == "passed" else f": {self.report.status}"
+        self.display.print_line(f"Finished in {duration_text(time.monotonic() - start_time)}{status_text}")
         return Result(Report(self.report.data), self.folder, not_copied)
 
     def _finish_trackers(self) -> None:
@@ -354,12 +354,9 @@ class _PlanRunner:
         if why := next(((code, reason) for code, reason in reasons.items() if reason), None):
             self.artifacts[name] = artifact
             self.report.add_unscored_step(name, artifact, why, cached)
-            took = "from the store" if cached else duration(seconds)
             # a search scores after all steps are built
             note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
-            self.display.print_line(
-                f"{name}: {took}; {artifact.size_bytes / 1e6:.1f} MB{note}", brief=not cached
-            )
+            self._print_step(name, cached, seconds, [f"{artifact.size_bytes / 1e6:.1f} MB{note}"])
             return
         if name == (
             MODEL_STEP if self.plan.recipe.traits.modality == "arrays" else self.plan.recipe.baseline
@@ -376,11 +373,14 @@ class _PlanRunner:
                 completed = self._score(other, self.artifacts[other])
                 self.report.update_scores(other, self.artifacts[other], completed)
                 self.run_folder.write_scores(other, completed)
-        took = "from the store" if cached else duration(seconds)
-        first = "".join(f"{metric} {s['value']:.2f}, " for metric, s in [*score["quality"].items()][:1])
-        self.display.print_line(
-            f"{name}: {took}; {first}{artifact.size_bytes / 1e6:.1f} MB", brief=not cached
-        )
+        size_text = f"{artifact.size_bytes / 1e6:.1f} MB"
+        self._print_step(name, cached, seconds, [*self.report.score_texts(name), size_text])
+
+    def _print_step(self, name: str, cached: bool, seconds: float, texts: Sequence[str]) -> None:
+        """Print a finished step in columns: its name, what is known about it, and how long it took."""
+        width = max(map(len, (MODEL_STEP, *(step.name for step in self.plan.steps))))
+        took = [] if name == MODEL_STEP else ["from the store" if cached else duration_text(seconds)]
+        self.display.print_line("  ".join([name.ljust(width), *texts, *took]), brief=not cached)
 
     def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
         """Return why the machine that built an artifact cannot score it, or None."""
@@ -419,8 +419,8 @@ class _PlanRunner:
                 self.display.print_line(f"{name}: on test: {_log_text(failure)}")
                 continue
             self.report.add_test_scores(name, score)
-            first = "".join(f"{metric} {s['value']:.2f}" for metric, s in [*score["quality"].items()][:1])
-            self.display.print_line(f"{name}: on test {first}")
+            texts = self.report.score_texts(name, on_test=True)
+            self.display.print_line("  ".join([f"{name} on test", *texts]))
         self.report.judge_test_gates()
 
     def _cross_validate(self, count: int) -> None:

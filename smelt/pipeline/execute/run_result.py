@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -54,7 +56,9 @@ class Report(Mapping[str, Any]):
         Columns: step, stage, parent, status, format, target, parameters, operations, size_bytes; for each
         metric its value, `_difference` from the baseline, `_p_value` and `_p_value_holm`; `same_outputs`
         (percent), `agreement_bleu`, `agreement_chrf`, `kl_divergence` with the baseline's outputs; for each
-        measured batch size `latency_ms_N` (p50, milliseconds) and `speedup_N`.
+        measured batch size `latency_ms_N` (p50, milliseconds), `stable_N` (whether its speed may be claimed),
+        `speedup_N`, and `cpu_speedup_N` by CPU time. Values, differences and speed-ups have 95 % intervals in
+        `_low` and `_high`.
 
         Raises:
             MissingDependencyError: pandas is not installed.
@@ -105,11 +109,12 @@ def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     copied_keys = ("stage", "parent", "status", "format", "target", "parameters", "operations", "size_bytes")
     row: dict[str, Any] = {"step": step["name"], **{name: step.get(name) for name in copied_keys}}
     for metric, score in (step["quality"] or {}).items():
-        row[metric] = score["value"]
+        row |= {metric: score["value"], **_interval_columns(metric, score["ci95"])}
         row |= {f"{metric}_{part}": value for part, value in (score.get("parts") or {}).items()}
         if test := (step["against_baseline"] or {}).get(metric):
             row |= {
                 f"{metric}_difference": test["difference"],
+                **_interval_columns(f"{metric}_difference", test["ci95"]),
                 f"{metric}_p_value": test["p_value"],
                 f"{metric}_p_value_holm": test.get("p_value_holm"),
             }
@@ -119,9 +124,17 @@ def step_row(step: Mapping[str, Any]) -> dict[str, Any]:
     if (layers := step.get("layer_sqnr")) and layers["output_sqnr_db"] is not None:
         row["output_sqnr_db"] = layers["output_sqnr_db"]
     for latency in step["latency"] or []:
-        row[f"latency_ms_{latency['batch_size']}"] = latency["p50_ms"]
-        row[f"speedup_{latency['batch_size']}"] = latency["speedup"]
+        size = latency["batch_size"]
+        row |= {f"latency_ms_{size}": latency["p50_ms"], f"stable_{size}": latency.get("stable")}
+        for name in ("speedup", "cpu_speedup"):
+            row |= {f"{name}_{size}": latency.get(name)}
+            row |= _interval_columns(f"{name}_{size}", latency.get(f"{name}_ci95"))
     return row
+
+
+def _interval_columns(name: str, interval: Sequence[float] | None) -> dict[str, float]:
+    """Return the columns of the ends of an interval; none without one."""
+    return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
 
 
 def report_csv(report: Mapping[str, Any]) -> str:
@@ -216,7 +229,7 @@ def summary_lines(result: Result) -> Sequence[str]:
     """
     from smelt.evaluate.report.verdict import ship_command
 
-    lines = [render_table(result.report), "", f"Report: {_short_path(result.folder / 'report.html')}"]
+    lines = [render_table(result.report), "", f"Report   {_short_path(result.folder / 'report.html')}"]
     report = validate_report(result.report)
     links = [result.folder / "artifacts" / step.name for step in report.steps if step.artifact]
     problems = ((link, problem) for link in links if (problem := broken_link_problem(link)) is not None)
@@ -229,9 +242,17 @@ def summary_lines(result: Result) -> Sequence[str]:
     example_input = find_task(report).command_input
     return [
         *lines,
-        f"Try it: smelt predict {shlex.quote(folder)} {example_input}",
-        f"Ship it: {ship_command(report, step, folder)}",
+        f"Try      {_program()} predict {shlex.quote(folder)} {example_input}",
+        f"Package  {ship_command(report, step, folder, _program())}",
     ]
+
+
+def _program() -> str:
+    """Return the name of the command, or its path where it is not on the search path."""
+    path = Path(sys.argv[0])
+    if path.name != "smelt" or shutil.which("smelt"):
+        return "smelt"
+    return shlex.quote(_short_path(path.absolute()))
 
 
 def _short_path(path: Path) -> str:

@@ -314,11 +314,7 @@ def _config(plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _mlflow_name(name: str) -> str:

@@ -245,7 +245,7 @@ def summary_text(report: Mapping[str, Any], folder: Path) -> list[str]:
                 artifact = shlex.quote(str(relative_folder / best["artifact"]))
                 packed = best["format"] == "onnx"
                 lines.append(
-                    f"Ship it: {f'smelt package {artifact}' if packed else f'cp -rL {artifact} NEW'}"
+                    f"Package: {f'smelt package {artifact}' if packed else f'cp -rL {artifact} NEW'}"
                 )
     return [*lines, f"Report: {Path(os.path.relpath(folder)) / 'search.html'}"]
 

@@ -10,11 +10,12 @@ from sacrebleu.metrics.bleu import BLEU
 from sklearn.metrics import confusion_matrix
 
 from smelt.data.splits import Example, Split
-from smelt.evaluate.quality import score_labels, score_texts
+from smelt.data.tags import tag_scheme
+from smelt.evaluate.quality import score_labels, score_tags, score_texts
 from smelt.evaluate.report import examples
 from smelt.evaluate.report.examples import MAX_CHARACTERS, compare_examples, mark_differences
 from smelt.evaluate.report.markdown import render_markdown
-from smelt.evaluate.report.render import render_html, render_table
+from smelt.evaluate.report.render import render_html
 from smelt.evaluate.report.schema import validate_report
 from tests.support.standins.sample_report import HtmlOutline, ten_step_report, with_verdict
 
@@ -216,8 +217,6 @@ def test_page_escapes_example_texts():
     assert "<script" not in markdown
     assert "&lt;script&gt;" in markdown
     assert "71.50" in markdown
-    assert "61.2" in render_table(report, width=120)
-    assert "same %" not in render_table(report, width=60)
 
 
 def test_page_without_examples_has_no_script():
@@ -225,6 +224,40 @@ def test_page_without_examples_has_no_script():
     assert "<script" not in render_html(report)
     assert "script-src" not in render_html(report)
     assert "## Examples" not in render_markdown(report)
+
+
+def test_tags_are_shown_at_their_words():
+    """As in tagged corpora such as Brown's: word/TAG."""
+    words, gold = ("EU", "rejects", "German", "call", "."), ("B-ORG", "O", "B-MISC", "O", "O")
+    split = Split("a.jsonl", (Example(" ".join(words), label=gold, words=words),))
+    base, output = list(gold), ["B-LOC", "O", "O", "O", "O"]
+    scheme = tag_scheme({*gold, *output})
+    scores = [score_tags(["entity_f1"], [tags], [gold], scheme)["entity_f1"] for tags in (output, base)]
+    step, baseline = (
+        {"predictions": [tags], "statistics": {"entity_f1": score.statistics.dump()}}
+        for tags, score in zip((output, base), scores, strict=True)
+    )
+    [worse] = compare_examples(step, baseline, split, 4)["examples"]["worse"]
+    assert worse["source"] == "EU rejects German call ."
+    assert worse["references"] == [worse["baseline_output"]] == ["EU/B-ORG rejects German/B-MISC call ."]
+    assert worse["output"] == "EU/B-LOC rejects German call ."
+
+
+def test_page_shows_scores_by_class():
+    report = ten_step_report()
+    assert 'id="classes"' not in render_html(report)
+    report["recipe"]["task"] = "token-classification"
+    for index, f1 in ((0, 81.25), (6, 77.35)):
+        report["steps"][index]["classes"] = [
+            {"label": "<ORG>", "n": 1234, "correct": 900, "precision": 88.84, "recall": 71.16, "f1": f1}
+        ]
+    report["steps"][6]["classes"].append(
+        {"label": "LOC", "n": 9, "correct": 1, "precision": 1.0, "recall": 2.0, "f1": 3.0}
+    )
+    outline = HtmlOutline(render_html(report))
+    assert outline.open == []
+    text = " ".join(" ".join(outline.texts).split())
+    assert "<ORG> 1,234 81.2 88.8 / 71.2 77.3 88.8 / 71.2 LOC 9 – 3.0 1.0 / 2.0" in text
 
 
 def test_confusions_are_shown_with_change_from_baseline():
@@ -246,4 +279,6 @@ def test_examples_of_recommended_step_are_shown_first():
     shipped = report | {"verdict": with_verdict(report)["verdict"] | {"step": "onnx-int8"}}
     for shown_report, name in ((report, "control"), (shipped, "onnx-int8")):
         assert examples.step_shown_first(validate_report(shown_report)).name == name
-    assert '<details class="examples" open>\n<summary>control ' in render_html(report)
+        page = render_html(shown_report)
+        assert page.count("<article") == 1  # the same outputs of all steps are shown once
+        assert f'<details class="examples" open>\n<summary>{name}, ' in page

@@ -27,10 +27,12 @@ def test_markdown_tables_are_well_formed_and_contain_numbers(report):
     for block in blocks:
         assert len({len(cells_of(line)) for line in block}) == 1
         assert all(re.fullmatch(r":--|--:", cell) for cell in cells_of(block[1]))
-    body = {cells_of(line)[0].split(" ")[-1].split(";")[-1]: cells_of(line) for line in blocks[0][2:]}
+    [gates, steps, *_] = blocks
+    assert cells_of(gates[2])[1:] == ["test", "BLEU at most 1.00 worse", "1.37 worse", "**failed**"]
+    body = {cells_of(line)[0].split(" ")[-1].split(";")[-1]: cells_of(line) for line in steps[2:]}
     assert len(body) == 10
     assert body["prune"][4] == r"37.51 \[36.20, 38.79\]"
-    assert body["prune"][5] == r"−0.91\*"
+    assert body["prune"][5] == r"−0.91\* \[−1.26, −0.56\]"
     assert body["prune"][6] == "46.2"
     assert body["prune"][10] == "88.2 (67 %)"
     assert body["engine"][3:6] == ["skipped", "–", "–"]
@@ -58,7 +60,7 @@ def test_markdown_names_timing_parts_by_task(report):
 
 def test_markdown_table_shows_bits_per_weight_of_quantized_steps(report):
     def column():
-        block = next(b for b in render_markdown(report).split("\n\n") if b.startswith("|"))
+        block = next(b for b in render_markdown(report).split("\n\n") if b.startswith("| step | stage |"))
         table_rows = [cells_of(line) for line in block.splitlines()]
         return table_rows[0][-1], [row[-1] for row in table_rows[2:]]
 

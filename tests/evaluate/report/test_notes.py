@@ -30,7 +30,7 @@ def test_note_reports_required_sample_size_for_gate(report):
         for name, kind, text in view.report_notes(validate_report(report))
         if (name, kind) == ("onnx-int8", "warning") and "13,000" in text
     ]
-    assert all(value in warning for value in ("BLEU max_drop 0.10", "n = 1,000", "±0.35"))
+    assert all(value in warning for value in ("BLEU at most 0.10 worse", "n = 1,000", "±0.35"))
     assert warning in " ".join(render_table(report).split())
     assert warning in render_markdown(report).replace("\\", "")
     assert warning in render_html(report)
@@ -81,8 +81,10 @@ def test_gate_with_confidence_reports_judged_bound():
     gate = GateReport(
         metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
     )
-    assert view.gate_text(gate) == "BLEU max_drop 1.00, confidence 0.95"
-    assert view.gate_value_text(gate) == "0.40 (bound 0.75)"
+    assert view.gate_text(gate) == "BLEU at most 1.00 worse at confidence 0.95"
+    assert view.gate_value_text(gate) == "0.40 worse, bound 0.75 worse"
+    gain = gate.model_copy(update={"value": -5.05, "bound": None, "confidence": None})
+    assert view.gate_result_text(gain) == "BLEU 5.05 better (at most 1.00 worse)"
     assert (
         view.gate_value_text(GateReport(metric="size_bytes", kind="max", limit=2e6, value=1e6, passed=True))
         == "1.00 MB"

@@ -34,7 +34,7 @@ def test_reports_of_failed_runs_are_rendered(report, num_steps):
     report.update(status="error", baseline="model" if num_steps else None, pareto_front=[])
     assert HtmlOutline(render_html(report)).open == []
     assert "error" in render_markdown(report)
-    assert "status: error" in render_table(report)
+    assert render_table(report).startswith("Status: error.")
 
 
 def cells_of(line):
@@ -71,22 +71,24 @@ def test_unscored_engine_shows_reason_in_every_rendering(unscored):
     reason = unscored["steps"][8]["reason"]
     text = " ".join(HtmlOutline(render_html(unscored)).texts)
     assert "not scored" in text
-    assert f": gate BLEU max_drop 1.00: {reason}" in text
+    assert f": gate BLEU at most 1.00 worse: {reason}" in text
     assert "skipped" not in text
     markdown = render_markdown(unscored)
     engine_rows = [
         cells_of(line) for line in markdown.splitlines() if "engine" in line and line.startswith("|")
     ]
-    assert engine_rows[0][2:6] == ["tensorrt · tensorrt", "done", "–", "–"]
-    assert [row[3] for row in engine_rows[1:]] == ["**not judged**", "passed"]
+    [step_row] = [row for row in engine_rows if "tensorrt · tensorrt" in row]
+    assert step_row[2:6] == ["tensorrt · tensorrt", "done", "–", "–"]
+    gate_rows = [row for row in engine_rows if len(row) == 5]
+    assert [row[4] for row in gate_rows] == ["**not judged**", "passed"]
     assert f"- **engine** not scored: {reason}" in markdown
     rendering = render_table(unscored)
     assert next(line for line in rendering.splitlines() if "engine" in line).split()[-5:] == ["–"] * 4 + [
         "40.0"
     ]
     flat = " ".join(rendering.split())
-    assert "gate not judged at 'engine': BLEU max_drop 1.00 " in flat
-    assert f"'engine' is not scored: {reason}" in flat
+    assert "'engine': gate not judged: BLEU – (at most 1.00 worse)" in flat
+    assert f"'engine': not scored: {reason}" in flat
 
 
 def test_disturbed_times_are_marked_in_every_rendering(report):
@@ -99,7 +101,7 @@ def test_disturbed_times_are_marked_in_every_rendering(report):
     assert "onnx-int8 (batch 1)" in markdown
     rendering = render_table(report)
     assert "5.94×?" in rendering
-    assert re.search(r"[ \n]\? ", rendering.split("5.94×?")[1])  # explained below the table
+    assert re.search(r"[ \n]\?: ", rendering.split("5.94×?")[1])  # explained below the table
     (point,) = (p for p in scatter_chart(validate_report(report)).points if p.name.startswith("onnx-int8"))
     assert (point.name, point.competes) == ("onnx-int8 ?", False)
 
@@ -108,9 +110,9 @@ def test_terminal_shows_shared_unscored_reason_once(unscored):
     other = copy.deepcopy(unscored["steps"][8]) | {"name": "second", "gates": []}
     unscored["steps"].append(other)
     flat = " ".join(render_table(unscored).split())
-    assert f"'engine', 'second' are not scored: {other['reason']}" in flat
+    assert f"'engine', 'second': not scored: {other['reason']}" in flat
     assert flat.count(f"not scored: {other['reason']}") == 1
     other["reason"] = "a reason of its own"
     flat = " ".join(render_table(unscored).split())
-    assert "'engine' is not scored: " in flat
-    assert "'second' is not scored: a reason of its own" in flat
+    assert "'engine': not scored: " in flat
+    assert "'second': not scored: a reason of its own" in flat

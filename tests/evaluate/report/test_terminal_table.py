@@ -24,14 +24,13 @@ def test_table_fits_width_and_contains_numbers(report, width):
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     line = next(table_line for table_line in lines if "onnx-int8" in table_line)
-    assert line.split()[-5:] == ["37.05", "−1.37*", "14.2", "5.94×", "25.1"]
-    assert any(
-        "engine" in table_line and "skipped: TensorRT is not installed" in table_line for table_line in lines
-    )
-    [gate] = [line for line in lines if line.startswith("gate failed at 'onnx-int8'")]
-    assert "BLEU max_drop 1.00" in gate
-    assert "1.37" in gate
-    assert lines[-1] == "status: gate-failed"
+    assert line.split()[-7:] == ["37.05", "−1.37*", "[−1.72,", "−1.02]", "14.2", "5.94×", "25.1"]
+    assert any("engine" in table_line and table_line.endswith("  skipped") for table_line in lines)
+    flat = " ".join(text.split())
+    assert f"'engine': skipped: {report['steps'][8]['reason']}" in flat  # whole, with what to do
+    assert "'onnx-int8': gate failed: BLEU 1.37 worse (at most 1.00 worse)" in flat
+    assert "95 %" in flat
+    assert lines[0] == "Status: gate-failed."
 
 
 def test_insignificant_differences_are_not_marked(report):
@@ -44,8 +43,11 @@ def test_insignificant_differences_are_not_marked(report):
     assert not any("\\*" in row for row in table_rows)
 
 
-def test_bits_column_is_shown_only_if_names_fit(report):
-    assert "bits" not in render_table(report)
+def test_bits_column_is_shown_only_if_bits_differ_and_names_fit(report):
+    for index, bits in ((7, 8.143), (5, 8.143)):
+        assert "bits" not in render_table(report)
+        report["steps"][index]["details"] = {"bits_per_weight": bits}
+    assert "bits" not in render_table(report)  # one value says nothing
     report["steps"][5]["details"] = {"bits_per_weight": 4.503}
     lines = render_table(report).splitlines()
     assert max(map(len, lines)) <= 80
@@ -56,7 +58,6 @@ def test_bits_column_is_shown_only_if_names_fit(report):
     for name, end in (("quantize", ["24.4", "4.503"]), ("onnx-int8", ["25.1", "4.503"])):  # codes stay codes
         assert next(table_line for table_line in lines if name in table_line).split()[-2:] == end
     assert next(table_line for table_line in lines if table_line.startswith("model")).split()[-1] == "–"
-    assert "batch 1, bits per quantized weight," in " ".join(lines)
     report["steps"][5]["name"] = "q" * 40  # no room left: all others stay
     report["steps"][6]["parent"], report["pareto_front"] = "q" * 40, []
     narrow = render_table(report).splitlines()

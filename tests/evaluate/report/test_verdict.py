@@ -9,6 +9,7 @@ from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
 from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.verdict import decide, limited_run_text, pareto_front, shortlisted
+from smelt.evaluate.report.verdict_facts import verdict_facts
 from tests.support.standins.sample_report import (
     make_latency,
     make_scores,
@@ -79,7 +80,11 @@ def test_loss_in_secondary_metric_excludes_step():
     report["steps"].pop()
     verdict = _decide(report)
     assert (verdict.step, verdict.reason, verdict.closest) == (None, "significantly-worse", "int8")
-    assert all(part in verdict.text for part in ("28.0", "f1: {max_drop"))
+    assert "f1: {max_drop" in verdict.text
+    facts = verdict_facts(validate_report(report | {"verdict": verdict.model_dump(mode="json")}))
+    losses = [(fact.is_bad, fact.rest) for fact in facts if fact.label == "quality"]
+    assert [is_bad for is_bad, _ in losses] == [False, True]
+    assert "−28.00* [−33.00, −23.00]" in losses[1][1]
     report["steps"][1]["gates"] = [gate("accuracy", passed=True)]  # the user's limit decides
     verdict = _decide(report)
     assert (verdict.step, message_codes(verdict.warnings)) == ("int8", ["loss-without-gate"])
@@ -115,7 +120,7 @@ def test_verdict_reports_no_significant_loss_only_with_enough_examples():
         for ends in ([-9.0, 7.0], [-2.0, 0.1])
     )
     assert (message_codes(few_verdict.warnings), message_codes(many_verdict.warnings)) == ([FEW], [])
-    assert few_verdict.text.partition(":")[0] != many_verdict.text.partition(":")[0]
+    assert few_verdict.text != many_verdict.text
 
 
 def test_windows_of_a_text_are_counted_instead_of_tokens():
@@ -238,14 +243,16 @@ def test_verdict_contains_loss_gain_folder_and_command(report):
     assert (verdict.size_bytes, verdict.size_ratio) == (step["size_bytes"], pytest.approx(25.1 / 131.6))
     assert (verdict.folder, verdict.command) == ("artifacts/onnx-int8", "smelt package artifacts/onnx-int8")
     assert message_codes(verdict.warnings) == ["accepted-loss"]
-    for part in (
-        "onnx-int8",
-        "Compared with model: BLEU 37.05 (−1.37 [−1.72, −1.02], p = 0.002)",
-        "5.94× [5.70, 6.23]",
-    ):
-        assert part in verdict.text
-    assert "25.1 MB (19 %)" in verdict.text
+    facts = {fact.label: fact for fact in verdict_facts(validate_report(with_verdict(report)))}
+    assert (facts["speed"].value, facts["size"].value) == ("84.3 → 14.2 ms", "132 → 25.1 MB")
+    assert "5.94× [5.70, 6.23], torch → onnxruntime, batch 1, 1 thread" in facts["speed"].rest
+    assert "19 %" in facts["size"].rest
+    assert facts["quality"].value == "38.42 → 37.05 BLEU"
+    assert "−1.37* [−1.72, −1.02], p = 0.002 (test, n = 1,000)" in facts["quality"].rest
+    assert (facts["gates"].value, facts["gates"].is_bad) == ("passed", False)
+    assert "1.37 worse (at most 2.00 worse)" in facts["gates"].rest
     renderings = _renderings(report)
+    assert all(fact.value in page for fact in facts.values() for page in renderings)
     assert all(text in page for text in (verdict.text, str(verdict.warnings[0])) for page in renderings)
     assert all(verdict.command in page for page in renderings[1:])
 
@@ -282,7 +289,7 @@ def test_unjudged_gate_is_not_reported_as_passed(report):
     texts = set()
     for passed in (True, None):
         step["gates"] = [gate("bleu", passed) | {"reason": "no GPU"}]
-        texts.add(_decide(report).text.partition(":")[0])
+        texts.add(_decide(report).text)
     assert len(texts) == 2
 
 
@@ -505,24 +512,90 @@ def test_verdict_reports_uncertainty_of_few_samples(
 def test_verdict_reports_test_loss_of_step_chosen_on_validation(report):
     test_difference = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
     report["judged_on"], report["steps"][6]["gates"] = "validation", []
-    assert shortlisted(validate_report(report)) == ["model", *report["pareto_front"]]
+    chain = ["quantize", "small", "prune", "distill"]  # the steps that onnx-int8 comes from
+    assert set(shortlisted(validate_report(report))) == {"model", *report["pareto_front"], *chain}
     assert "onnx-int8" in report["pareto_front"]
     tested = {
         "quality": make_scores(34.0),
         "against_baseline": test_difference,
-        "gates": [gate("bleu", passed=False)],
+        "gates": [],
     }
+    report["steps"][0]["test"] = {"quality": make_scores(37.0), "against_baseline": {}, "gates": []}
     report["steps"][6]["test"] = tested
     verdict = _decide(report)
     assert (verdict.step, verdict.value, verdict.difference.difference) == ("onnx-int8", 34.0, -3.0)
-    assert message_codes(verdict.warnings) == [WORSE, "gate-failed"]
+    assert message_codes(verdict.warnings) == [WORSE]
+    [quality] = [f for f in verdict_facts(validate_report(with_verdict(report))) if f.label == "quality"]
+    assert quality.value == "37.00 → 34.00 BLEU"  # both of test
+
+
+def test_step_that_fails_its_gate_on_test_is_not_recommended(report):
+    """Another step would be chosen on test; its score there would be too optimistic."""
+    report["judged_on"] = "validation"
+    report["steps"][6]["gates"] = [gate("bleu", passed=True) | {"undecided": True}]
+    assert _decide(report).step == "onnx-int8"
+    report["steps"][0]["test"] = {"quality": make_scores(37.0), "against_baseline": {}, "gates": []}
+    difference = {"bleu": {"difference": -3.0, "ci95": [-4.0, -2.0], "p_value": 0.001}}
+    report["steps"][6]["test"] = {
+        "quality": make_scores(34.0),
+        "against_baseline": difference,
+        "gates": [gate("bleu", passed=False) | {"value": 3.0}],
+    }
+    verdict = _decide(report)
+    assert (verdict.step, verdict.reason, verdict.closest) == (None, "gates-failed", "onnx-int8")
+    assert verdict.value == 34.0
+    [gates] = [f for f in verdict_facts(validate_report(with_verdict(report))) if f.label == "gates"]
+    assert (gates.value, gates.is_bad) == ("failed", True)
+    assert all("passed" not in text for text in (gates.text, verdict.text))
+
+
+def test_gate_with_interval_beyond_its_limit_is_not_called_passed(report):
+    [step] = [step for step in report["steps"] if step["name"] == "onnx-int8"]
+    texts = set()
+    for undecided in (False, True):
+        step["gates"] = [gate("bleu", passed=True) | {"undecided": undecided}]
+        judged_report = with_verdict(report)
+        assert judged_report["verdict"]["step"] == "onnx-int8"
+        [gates] = [f for f in verdict_facts(validate_report(judged_report)) if f.label == "gates"]
+        assert (gates.value == "passed") is not undecided
+        assert ("passed" in judged_report["verdict"]["text"] + gates.text) is not undecided
+        texts.add(gates.text)
+    assert len(texts) == 2
+
+
+def test_graph_for_gpus_that_was_measured_on_the_cpu_is_no_candidate(report):
+    """The builder sets `deployable`; the reports name the runtime that timed it."""
+    step = report["steps"][6]
+    step |= {"target": "tensorrt", "device": "cpu", "deployable": False}
+    report["pareto_front"] = pareto_front(report["steps"], "model")
+    assert "onnx-int8" not in report["pareto_front"]
+    assert _decide(report).step == "onnx-fp32"
+    for rendering in _renderings(report):
+        assert "in onnxruntime on the CPU" in rendering
+    for other in report["steps"][1:8]:
+        other["deployable"] = False
+    assert "onnx-int8" in _decide(report).text
+
+
+def test_verdict_names_the_steps_that_are_as_fast():
+    steps = [("a", 3.0, [2.9, 3.1], 25), ("b", 2.95, [2.94, 2.96], 20), ("c", 2.5, [2.45, 2.52], 10)]
+    report = _branches(*((*step, {"accuracy": SAME}) for step in steps), metrics=("accuracy",))
+    verdict = _decide(report)
+    assert verdict.step == "b"  # as good and smaller
+    assert " a is as fast" in verdict.text
+    assert "c" not in verdict.text.split()
+    report["steps"][1]["latency"][0].update(speedup_ci95=[2.99, 3.01])  # no overlap, but less than 2 %
+    assert _decide(report).step == "b"
+    report["steps"][2]["latency"][0].update(speedup=2.9, speedup_ci95=[2.89, 2.91])
+    assert _decide(report).step == "a"
 
 
 def test_recommended_step_is_scored_on_test_without_times(report):
     for step in report["steps"]:
         step["latency"] = []
     report["pareto_front"] = pareto_front(report["steps"], "model")
-    assert shortlisted(validate_report(report)) == ["model", "onnx-int8"]
+    names = shortlisted(validate_report(report))
+    assert names == ["model", "onnx-int8", "quantize", "small", "prune", "distill"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_failed_test_score_does_not_stop_other_winners(space, tmp_path, monkeypa
         text = summary_text(
             report | {"front": [first | {"format": kind, "deployable": is_deployable}]}, job.folder
         )
-        [ships] = [line for line in text if line.startswith("Ship it")] or [""]
+        [ships] = [line for line in text if line.startswith("Package")] or [""]
         assert (deployed in ships, bool(ships)) == (True, is_deployable)
         assert any("cannot be deployed" in line for line in text) is not is_deployable
 

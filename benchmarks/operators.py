@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     cases = [case for case in cases_of(options.work, 32) if case.batch == options.batch]
-    (case,) = [one for one in cases if one.beams == options.beams and one.threads == 1]
+    (case,) = [one for one in cases if (one.beams, one.threads, one.workers) == (options.beams, 1, 1)]
     with tempfile.TemporaryDirectory() as folder:
         ProfiledSession.folder = folder
         onnxruntime.InferenceSession = ProfiledSession

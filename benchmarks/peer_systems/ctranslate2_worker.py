@@ -31,11 +31,11 @@ def serve(job: Job) -> Opened:
         folder,
         device="cpu",
         compute_type=job["variant"],
-        inter_threads=job["workers"],
+        inter_threads=job.get("workers", 1),
         intra_threads=job["threads"],
     )
     if job["work"] == "marian":
-        return _texts(folder, translator, job["workers"]), version
+        return _texts(folder, translator, job.get("workers", 1)), version
     tokens = json.loads((Path(job["model"]) / "vocab.json").read_text(encoding="utf-8"))
     pieces = {number: piece for piece, number in tokens.items()}
 

@@ -71,7 +71,7 @@ def serve(job: Job) -> Opened:
 
     version = f"smelt, ONNX Runtime {onnxruntime.__version__}"
     if job["work"] == "marian":
-        model = smelt.load(artifact_of(job), threads=job["threads"], workers=job["workers"])
+        model = smelt.load(artifact_of(job), threads=job["threads"], workers=job.get("workers", 1))
 
         def translate(texts: Rows, case: Case) -> Rows:
             return model.generate(

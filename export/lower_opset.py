@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from onnx import defs, helper, numpy_helper
 from torch import Tensor
-from torch.nn import functional
 
 from smelt.core.errors import InputError
 from smelt.export.value_types import node_types, value_types
@@ -156,17 +155,18 @@ def _sliced_shape(node: Any, bounds: dict[str, int], graph: Any) -> list[Any]:
 
 @contextmanager
 def elementwise_layer_norms(opset: int) -> Iterator[None]:
-    """Compute `torch.nn.functional.layer_norm` elementwise within the block below opset 17.
+    """Compute `torch.layer_norm` elementwise within the block below opset 17.
 
-    The function is replaced, not the module: subclasses of `torch.nn.LayerNorm` call it in their own ways.
+    `torch.nn.functional.layer_norm` calls it, and may be imported by name; subclasses of `torch.nn.LayerNorm`
+    call that function in their own ways.
     """
-    original = functional.layer_norm
+    original = torch.layer_norm
     if opset < LAYER_NORM_OPSET:
-        functional.layer_norm = _layer_norm
+        torch.layer_norm = _layer_norm
     try:
         yield
     finally:
-        functional.layer_norm = original
+        torch.layer_norm = original
 
 
 def _layer_norm(
@@ -175,6 +175,7 @@ def _layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Tensor:
     """Compute a layer norm (Ba et al. 2016, arXiv:1607.06450) over the last dimensions."""
     axes = list(range(-len(normalized_shape), 0))

@@ -103,8 +103,12 @@ class Factorize(Stage[FactorizeSettings]):
         family, reason = find_family(config), no_blocks_reason(config)
         if family is not None and family.is_user_module and settings.targets == "layers":
             return _user_module_errors(settings, config), config
-        if settings.targets == "embeddings" and family is not None and family.input_kind == "images":
-            text = f"{with_article(family.name)} model has no token embedding; remove targets."
+        if (
+            settings.targets == "embeddings"
+            and family is not None
+            and (family.input_kind != "texts" or family.is_user_module)
+        ):
+            text = f"{with_article(family.name)} model has no known token embedding; remove targets."
             return [error_message("does-not-fit-model", text, setting="targets")], config
         if family is not None and settings.for_convolutions and family.input_kind != "images":
             kind = with_article(family.name)

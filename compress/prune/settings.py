@@ -14,7 +14,7 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.system import install_command, package_problem
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_arrays, reads_images
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
@@ -297,7 +297,7 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     """
     family = find_family(config)
     if family is not None and family.is_user_module:
-        return _user_module_errors(targets, reads_arrays(config))
+        return _user_module_errors(targets, reads_images(config))
     if "channels" in targets:
         text = f"{config.get('model_type')} models have no chains of convolutions. Set targets: [heads, ffn]."
         has_chains = family is None or family.conv_chain is not None
@@ -316,10 +316,10 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
 TORCH_PRUNING_VERSION = "1.6.1"  # the oldest release that is supported
 
 
-def _user_module_errors(targets: Sequence[str], of_arrays: bool) -> list[Message]:
+def _user_module_errors(targets: Sequence[str], of_images: bool) -> list[Message]:
     """Return errors about targets of a PyTorch module of the user's own, and of a missing torch-pruning."""
-    if of_arrays:
-        text = "only of modules with images as input channels can be pruned, not with arrays. Remove prune."
+    if not of_images:
+        text = "only of modules with images as input channels can be pruned. Remove prune."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "channels" not in targets:
         text = "of a PyTorch module of your own only channels can be pruned. Set targets: [channels]."

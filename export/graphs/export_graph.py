@@ -294,7 +294,8 @@ class SinglePassModel(nn.Module):
         super().__init__()
         self.model, self.scope = model, AttentionScope()
         self.attentions = attention_modules(model)
-        types = self.attentions[0].family.token_types
+        family = family_of(model)
+        types = None if family is None else family.token_types
         # an embedder does not read pairs
         self.types = "zero" if types and is_sentence_model(model) else types
 

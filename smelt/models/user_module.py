@@ -3,7 +3,8 @@
 A module is built by a function in the user's own code. Its code is imported from the user's cache, by its
 hash (`smelt.core.user_code`), never from the folder of a model.
 
-Shapes: B = batch, C = classes, h, w = height and width of the images, N = values of all outputs of a sample.
+Shapes: B = batch, L = tokens, C = classes, h, w = height and width of the images, N = values of all outputs
+of a sample.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention, SequenceClassifierOutput
 
 from smelt.core.errors import InputError, RunError, did_you_mean
 from smelt.core.user_code import first_on_path, import_current, recorded_source, user_code_errors
 from smelt.models.families.family import MODULE_PREFIX
-from smelt.models.families.torch_module import ARRAYS_FAMILY, IMAGES_FAMILY
+from smelt.models.families.torch_module import ARRAYS_FAMILY, IMAGES_FAMILY, TEXT_FAMILY
 from smelt.models.layers import LowRankConv
 
 
@@ -57,6 +58,13 @@ class UserModuleArraysConfig(UserModuleConfig):
     inputs: dict[str, list[Any]] | None = None
     outputs: list[str] | None = None
     output_layers: list[str] | None = None
+
+
+class UserModuleTextConfig(UserModuleConfig):
+    """The config of a user's module that classifies texts. vocab_size: tokens of its tokenizer."""
+
+    model_type = TEXT_FAMILY.name
+    vocab_size: int = 0
 
 
 class _UserModule(transformers.PreTrainedModel):  # type: ignore[misc]
@@ -108,6 +116,31 @@ class UserModuleForImageClassification(_UserModule):
         logits = self._call("images", pixel_values)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
+
+
+class UserModuleForSequenceClassification(_UserModule):
+    """A classifier of texts whose logits are the output of a user's module."""
+
+    config_class = UserModuleTextConfig
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
+        """Return the logits, float [B, C], and the loss with labels, for tokens and their mask, int64 [B, L].
+
+        Without a mask all tokens count.
+
+        Raises:
+            RunError: as `_call`.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        logits = self._call("tokens and mask", input_ids, mask)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 @dataclass(frozen=True)
@@ -165,9 +198,10 @@ def named_outputs(output: Any) -> dict[str, Tensor]:
 
 
 USER_MODULE_CLASSES: dict[str, type[_UserModule]] = {
-    each.__name__: each for each in (UserModuleForImageClassification, UserModuleForArrays)
+    each.__name__: each
+    for each in (UserModuleForImageClassification, UserModuleForSequenceClassification, UserModuleForArrays)
 }
-for _config_class in (UserModuleConfig, UserModuleArraysConfig):
+for _config_class in (UserModuleConfig, UserModuleArraysConfig, UserModuleTextConfig):
     transformers.AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import layer_norm
 
 from smelt.core.errors import InputError
 from smelt.export.lower_opset import elementwise_layer_norms, lower_opset
@@ -111,21 +113,30 @@ class NormWithWeightPlusOne(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, weight, bias=self.bias, eps=self.eps)
 
 
+class NormByImportedName(nn.LayerNorm):
+    def forward(self, x):
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("norm_type", [nn.LayerNorm, NormOfChannels, NormWithWeightPlusOne])
+@pytest.mark.parametrize(
+    "norm_type", [nn.LayerNorm, NormOfChannels, NormWithWeightPlusOne, NormByImportedName]
+)
 def test_layer_norm_of_elementwise_operators_equals_torch(norm_type):
     torch.manual_seed(0)
     norm, x = norm_type(6, eps=1e-3), torch.randn(2, 6, 6)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     expected = norm(x)
-    of_torch = nn.functional.layer_norm
+    of_torch = torch.layer_norm
     with elementwise_layer_norms(16):
-        assert nn.functional.layer_norm is not of_torch
+        assert torch.layer_norm is not of_torch
         torch.testing.assert_close(norm(x), expected)
-    assert nn.functional.layer_norm is of_torch
+        operators = [str(node.target) for node in make_fx(norm)(x).graph.nodes]
+        assert not [name for name in operators if "layer_norm" in name]
+    assert torch.layer_norm is of_torch
     with elementwise_layer_norms(17):
-        assert nn.functional.layer_norm is of_torch
+        assert torch.layer_norm is of_torch
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5])

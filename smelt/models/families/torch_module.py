@@ -40,4 +40,7 @@ IMAGES_FAMILY = Family(
 ARRAYS_FAMILY = replace(
     IMAGES_FAMILY, name="torch-module-arrays", tasks=tasks_with(modality="arrays"), input_kind="arrays"
 )
-MODULE_FAMILIES = {family.name: family for family in (IMAGES_FAMILY, ARRAYS_FAMILY)}
+TEXT_FAMILY = replace(
+    IMAGES_FAMILY, name="torch-module-text", tasks=("text-classification",), input_kind="texts"
+)
+MODULE_FAMILIES = {family.name: family for family in (IMAGES_FAMILY, ARRAYS_FAMILY, TEXT_FAMILY)}

@@ -21,8 +21,8 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, resolve_path, write_json
 from smelt.core.messages import Message, error_message, info
 from smelt.core.user_code import record_source, user_code_errors
-from smelt.data.tasks import task_names
 from smelt.models.families.family import MODULE_PREFIX
+from smelt.models.families.torch_module import MODULE_FAMILIES
 from smelt.models.weight_files import WEIGHTS_FILE, read_header
 from smelt.pipeline.inspect.model_info import OnnxModel
 from smelt.pipeline.plan.array_samples import read_array_module
@@ -32,9 +32,10 @@ from smelt.pipeline.recipe.validation_errors import Finding, error_findings
 from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, parse_processor
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from smelt.models.user_module import TrialRun
+    from smelt.pipeline.recipe.recipe import ParsedRecipe
     from smelt.runtimes.onnx_import.signature import GraphSignature
 
 _MAX_LISTED = 5  # tensors that a message names
@@ -47,19 +48,19 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
     if model is None:
         return
     findings: list[Finding] = []
-    of_arrays, signature = recipe.traits.modality == "arrays", None
-    if recipe.traits.modality == "text":
-        text = (
-            f"a PyTorch module is supported for {task_names(modality='image')} and"
-            f" {task_names(modality='arrays')}; the task is {recipe.task}."
-        )
+    signature = None
+    supported = [task for family in MODULE_FAMILIES.values() for task in family.tasks]
+    if recipe.task not in supported:
+        text = f"a PyTorch module is supported for {', '.join(supported)}; the task is {recipe.task}."
         findings = [(("task",), error_message("does-not-fit-task", text))]
     else:
         try:
-            if of_arrays:
+            _require_settings_of_task(model, recipe)
+            if recipe.traits.modality == "arrays":
                 folder, signature = _write_arrays_folder(model, context)
             else:
-                folder = _write_folder(model, recipe.base)
+                is_text = recipe.traits.modality == "text"
+                folder = (_write_text_folder if is_text else _write_folder)(model, recipe.base)
         except InputError as error:
             path = ("model", error.setting) if error.setting else ("model",)
             findings = [*error_findings(path, error)]
@@ -77,6 +78,28 @@ def read_user_module(context: CheckContext) -> Iterator[Finding]:
     yield from findings
 
 
+_SETTINGS_BY_MODALITY = {
+    "image": {"labels", "image_size", "processor"},
+    "text": {"labels", "tokenizer"},
+    "arrays": set[str](),
+}
+
+
+def _require_settings_of_task(model: ModuleModel, recipe: ParsedRecipe) -> None:
+    """Require that `model` has no settings of modules with other inputs.
+
+    Raises:
+        InputError: `does-not-fit-task`.
+    """
+    for setting in ("labels", "image_size", "processor", "tokenizer"):
+        if (
+            getattr(model, setting) is not None
+            and setting not in _SETTINGS_BY_MODALITY[recipe.traits.modality]
+        ):
+            text = f"not used by a module for {recipe.task}. Remove it."
+            raise InputError(text, code="does-not-fit-task", setting=setting)
+
+
 def _write_folder(model: ModuleModel, base: Path) -> Path:
     """Return a new folder with the model, which is removed when the process ends.
 
@@ -85,7 +108,63 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
     """
     processor, (height, width) = _read_processor(model, base)
     network, source_hash, weights = _build_with_weights(model, base)
-    outputs, run = _run(network, height, width)
+    import torch
+
+    from smelt.models.user_module import UserModuleForImageClassification
+
+    run = _run_classifier(network, "images", torch.zeros(2, 3, height, width))
+    labels = _output_names(model, run.output.shape[1])
+    config = _config(UserModuleForImageClassification, model.module, source_hash, labels, network, run)
+    folder = _new_folder(config | ({"image_size": height} if height == width else {}), weights)
+    write_json(folder / PROCESSOR_FILE, processor)
+    return folder
+
+
+def _write_text_folder(model: ModuleModel, base: Path) -> Path:
+    """Return a new folder with a classifier of texts and its tokenizer.
+
+    Raises:
+        InputError: the code, the weights or the tokenizer are invalid, or do not fit each other.
+    """
+    import torch
+
+    from smelt.models.checkpoint import copy_tokenizer, load_tokenizer
+    from smelt.models.user_module import UserModuleForSequenceClassification
+
+    if model.tokenizer is None:
+        text = "set the folder of a tokenizer, as tokenizer.save_pretrained(FOLDER) writes it."
+        raise InputError(text, code="missing-setting", setting="tokenizer")
+    path = resolve_path(base, model.tokenizer)
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder.", code="missing-folder", setting="tokenizer")
+    tokenizer = _named("tokenizer", load_tokenizer, path)
+    network, source_hash, weights = _build_with_weights(model, base)
+    largest = max(tokenizer.get_vocab().values())
+    ids, mask = (
+        torch.full((2, _TRIAL_LENGTHS[0]), largest),
+        torch.ones(2, _TRIAL_LENGTHS[0], dtype=torch.int64),
+    )
+    mask[1, 1:] = 0
+    run = _run_classifier(network, "tokens and mask", ids, mask)
+    longer = torch.ones(2, _TRIAL_LENGTHS[1], dtype=torch.int64)
+    _run_classifier(network, "tokens and mask", longer, longer.clone())
+    labels = _output_names(model, run.output.shape[1])
+    config = _config(UserModuleForSequenceClassification, model.module, source_hash, labels, network, run)
+    sizes = {"vocab_size": largest + 1, "pad_token_id": tokenizer.pad_token_id}
+    folder = _new_folder(config | sizes, weights)
+    copy_tokenizer(path, folder)
+    return folder
+
+
+_TRIAL_LENGTHS = (16, 24)  # of texts, in tokens
+
+
+def _output_names(model: ModuleModel, outputs: int) -> Sequence[str]:
+    """Return the names of a classifier's outputs.
+
+    Raises:
+        InputError: `labels-mismatch`: the recipe has another number of labels.
+    """
     if model.labels is not None and len(model.labels) != outputs:
         raise InputError(
             f"there are {len(model.labels)} labels, but the module has {outputs} outputs. List a name for"
@@ -93,11 +172,7 @@ def _write_folder(model: ModuleModel, base: Path) -> Path:
             code="labels-mismatch",
             setting="labels",
         )
-    labels = model.labels or [f"LABEL_{index}" for index in range(outputs)]
-    config = _config(model.module, source_hash, labels, network, run)
-    folder = _new_folder(config | ({"image_size": height} if height == width else {}), weights)
-    write_json(folder / PROCESSOR_FILE, processor)
-    return folder
+    return model.labels or [f"LABEL_{index}" for index in range(outputs)]
 
 
 def _new_folder(config: Mapping[str, Any], weights: Path) -> Path:
@@ -134,10 +209,6 @@ def _write_arrays_folder(model: ModuleModel, context: CheckContext) -> tuple[Pat
     from smelt.runtimes.onnx_import.signature import write_signature
 
     recipe = context.recipe
-    for setting in ("labels", "image_size", "processor"):
-        if getattr(model, setting) is not None:
-            text = f"only for modules of images; the task is {recipe.task}. Remove it."
-            raise InputError(text, code="does-not-fit-task", setting=setting)
     network, source_hash, weights = _build_with_weights(model, recipe.base)
     trial = _named("module", try_arrays, network, recipe)
     config = _layers_config(UserModuleForArrays, model.module, source_hash, network, trial.run)
@@ -168,11 +239,15 @@ def _layers_config(
 
 
 def _config(
-    function: str, source_hash: str, labels: Sequence[str], network: nn.Module, run: TrialRun
+    model_class: Any,
+    function: str,
+    source_hash: str,
+    labels: Sequence[str],
+    network: nn.Module,
+    run: TrialRun,
 ) -> dict[str, Any]:
+    """Return the config of a classifier."""
     from torch import nn
-
-    from smelt.models.user_module import UserModuleForImageClassification
 
     linears = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear)]
     # a classifier's last layer of that size, also if its output is reshaped
@@ -180,7 +255,7 @@ def _config(
     run = replace(run, output_layers=last)
     names = {str(index): label for index, label in enumerate(labels)}
     return {
-        **_layers_config(UserModuleForImageClassification, function, source_hash, network, run),
+        **_layers_config(model_class, function, source_hash, network, run),
         "id2label": names,
         "label2id": {label: int(index) for index, label in names.items()},
     }
@@ -272,30 +347,28 @@ def _weight_errors(network: nn.Module, weights: Path) -> Iterator[Message]:
             yield error_message("shape-mismatch", text, setting="weights")
 
 
-def _run(network: nn.Module, height: int, width: int) -> tuple[int, TrialRun]:
-    """Return the number of outputs of the module on two images, and the run.
+def _run_classifier(network: nn.Module, kind: str, *inputs: Tensor) -> TrialRun:
+    """Return a run of the module on two samples. kind: what the inputs are, for messages.
 
     Raises:
-        InputError: it fails, or does not return one row of scores for each image.
+        InputError: it fails, or does not return one row of scores for each sample.
     """
     import torch
 
     from smelt.models.user_module import run_once
 
-    pixels = torch.zeros(2, 3, height, width)
-    problem = f"the module fails on images {list(pixels.shape)}"
+    shapes = f"{kind} {', '.join(str(list(value.shape)) for value in inputs)}"
     try:
-        with redirect_stdout(sys.stderr), user_code_errors(problem):
-            run = run_once(network, pixels)
+        with redirect_stdout(sys.stderr), user_code_errors(f"the module fails on {shapes}"):
+            run = run_once(network, *inputs)
     except InputError as error:
         raise InputError(str(error), code=error.code, setting="module") from error
     output = run.output
     if not isinstance(output, torch.Tensor) or output.dim() != 2 or len(output) != 2 or not output.numel():
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise InputError(
-            f"the module returned {shape} for images [2, 3, {height}, {width}]. Return one tensor of logits,"
-            " [images, classes].",
+            f"the module returned {shape} for {shapes}. Return one tensor of logits, [samples, classes].",
             code="wrong-output",
             setting="module",
         )
-    return output.shape[1], run
+    return run

@@ -103,6 +103,9 @@ class ModuleModel(Settings):
     processor: NonEmptyText | None = Field(
         default=None, description="preprocessor_config.json, instead of image_size"
     )
+    tokenizer: NonEmptyText | None = Field(
+        default=None, description="text-classification: folder of a tokenizer of transformers"
+    )
 
 
 def _form_of_model(value: Any) -> str:

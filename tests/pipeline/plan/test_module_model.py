@@ -50,7 +50,7 @@ def test_portable_recipe_has_absolute_paths_to_weights(folder):
     ({"weights": "absent.safetensors"}, "missing-file"), ({"weights": "cnn.pt"}, "pickled-weights"),
     ({"weights": "mixer.safetensors"}, "missing-tensor"), ({"labels": "[a, b, c]"}, "labels-mismatch"),
     ({"image_size": None}, "missing-setting"), ({"processor": "p.json"}, "settings-conflict"),
-    ({"image_size": 20}, "module-failed"), ({"tokenizer": "x"}, "unknown-setting"),
+    ({"image_size": 20}, "module-failed"), ({"tokenizer": "x"}, "does-not-fit-task"),
 ])  # fmt: skip
 def test_invalid_model_is_refused(model, code, folder):
     (folder / "cnn.pt").write_bytes(pickle.dumps({}))
@@ -83,7 +83,7 @@ def test_unknown_setting_lists_each_setting_of_a_module_once(folder):
     words = re.findall(r"\w+", str(refused.value))
     assert words.count("weights") == 1
     assert words.count("image_size") == 2  # also as the one that was meant
-    assert "tokenizer" not in words  # of an untrained model
+    assert "config" not in words  # of an untrained model
 
 
 def test_absent_module_is_reported_with_the_folder(folder, monkeypatch):
@@ -137,7 +137,7 @@ def test_tensors_of_other_shapes_and_names_are_refused(tmp_path):
 
 def test_other_tasks_are_refused(folder):
     path = user_modules.write_recipe(folder)
-    path.write_text(path.read_text().replace("image-classification", "text-classification"))
+    path.write_text(path.read_text().replace("image-classification", "summarization"))
     with raises_code("several-errors", InputError) as refused:  # also of the data
         load_plan(path)
     assert "does-not-fit-task" in [message.code for message in refused.value.messages]

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import onnx
 import pytest
+from safetensors.torch import save_file
 
 import smelt
 from smelt.core.errors import InputError
+from smelt.pipeline.plan.load_plan import load_plan
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import user_modules
+from tests.support.models import array_modules, text_modules, user_modules
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "pytorch-modules.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -31,7 +33,7 @@ def finished_steps(report):
 
 
 def test_example_of_page_can_be_run(tmp_path, monkeypatch):
-    nets, script = (text for language, text in BLOCKS if language == "python")
+    nets, script, *_ = (text for language, text in BLOCKS if language == "python")
     blocks = dict(reversed(BLOCKS))  # the first of each language
     (tmp_path / "nets.py").write_text(nets)
     (tmp_path / "make_model.py").write_text(script)
@@ -58,6 +60,24 @@ def test_example_of_page_can_be_run(tmp_path, monkeypatch):
     assert kinds.count("Conv") == 5
     assert graph.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     _check_artifacts_without_code(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("module", ["nets:text_cnn", "heads:two_heads"])
+def test_examples_of_other_tasks_can_be_planned(module, tmp_path):
+    """Those of texts and of arrays, whose recipes name their files."""
+    file, function = module.split(":")
+    code = next(text for _, text in BLOCKS if f"def {function}()" in text)
+    recipe = next(text for _, text in BLOCKS if f"module: {module}" in text)
+    text_modules.write_module(tmp_path)
+    (tmp_path / f"{file}.py").write_text(code.replace("30522", "23"))
+    namespace = {"__name__": file}
+    exec(compile((tmp_path / f"{file}.py").read_text(), file, "exec"), namespace)
+    weights = re.search(r"weights: ([\w.]+)", recipe).group(1)
+    save_file(namespace[function]().state_dict(), tmp_path / weights)
+    for split in ("train", "validation", "test"):
+        array_modules.write_samples(tmp_path / f"{split}.npz", 4, 0)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert load_plan(tmp_path / "recipe.yaml").user_functions == [module]
 
 
 def _check_artifacts_without_code(folder, monkeypatch):

@@ -109,7 +109,8 @@ def fake_quantize_blocks(x: Tensor, size: int, bits: int = 8) -> Tensor:
     blocks: Tensor = x.unflatten(-1, (-1, size))
     scales = blocks.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
     dequantized = (blocks * safe_reciprocal(scales)).round_() * scales
-    return dequantized.flatten(-2)[..., :width]
+    values: Tensor = dequantized.flatten(-2)[..., :width]
+    return values
 
 
 def quantizes_activation_blocks(options: SchemeOptions) -> bool:

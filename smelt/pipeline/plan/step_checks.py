@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
@@ -382,12 +383,12 @@ def _check_units(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
 
 def _check_sparse_adapters(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     """Check that layers with DoRA, or with an adapter that is saved, are not sparse."""
-    lora = getattr(draft.settings, "lora", None)
+    lora: Any = getattr(draft.settings, "lora", None)
     options = [name for name in ("use_dora", "save_adapter") if lora is not None and getattr(lora, name)]
     for d in context.ancestors(draft) if options else ():
         if d.stage_class is None or d.settings is None or "zeros" in d.stage_class.invalidates(d.settings):
             return
-        sparsity = getattr(d.settings, "sparsify", None) or d.settings
+        sparsity: Any = getattr(d.settings, "sparsify", None) or d.settings
         if "zeros" in d.stage_class.provides(d.settings) and {*sparsity.targets} & {*lora.targets}:
             text = (
                 f"{options[0]} is not supported for sparse layers, and '{d.name}' makes them sparse. Remove"

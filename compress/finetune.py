@@ -264,7 +264,7 @@ class Finetune(Stage[FinetuneSettings]):
         " scales: LSQ, Esser et al. 2020, arXiv:1902.08153;"
         " weight_splitting: BinaryBERT, Bai et al. 2021, arXiv:2012.15701"
     )
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     trains_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[FinetuneSettings]] = FinetuneSettings
 

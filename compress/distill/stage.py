@@ -97,7 +97,7 @@ class Distill(Stage[DistillSettings]):
         " arXiv:1909.10351; DistilBERT, arXiv:1910.01108; MiniLMv2, arXiv:2012.15828;"
         " sequence_level: Kim & Rush 2016, arXiv:1606.07947"
     )
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     trains_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[DistillSettings]] = DistillSettings
 

@@ -11,9 +11,8 @@ that a weight near a rounding boundary can cross it soon; if these are not avail
 
 Scales are computed from the weights in each update, or learned with them (compress/quantize/step_sizes.py).
 
-Weights are fake-quantized in every scheme, activations if the scheme quantizes them. The int8 activation
-blocks of MatMulNBits change outputs by 0.6 % of their standard deviation, 4-bit weights by 10 % and more:
-these activations are not fake-quantized.
+Weights are fake-quantized in every scheme, activations if the scheme quantizes them, so that training
+computes what is deployed: the int8 blocks of MatMulNBits too, and the 4-bit ones of `activation_bits`.
 
 `latent.safetensors` stores the master weights: a float32 tensor [N, K] for each quantized matrix, by the
 first name of a layer with it in the model, and the SHA-256 of the `model.safetensors` that was quantized from

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import Field, create_model, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.quantization.scheme import OptionValue, Scheme, SchemeOption
+from smelt.core.messages import Message, warning
+from smelt.quantization.groupwise import ACTIVATION_BITS
+from smelt.quantization.scheme import OptionValue, Scheme, SchemeOption, SchemeOptions
 from smelt.quantization.schemes.registry import (
     DEFAULT_SCHEME,
     SCHEMES,
@@ -20,6 +22,20 @@ from smelt.stage import Settings
 # the parts of a model that may have a scheme each
 ModelPart = Literal["encoder", "decoder"]
 MODEL_PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
+
+
+def simulated_activation_warnings(schemes: Mapping[str, SchemeOptions]) -> list[Message]:
+    """Return a warning if activations are rounded to fewer bits than any operator has.
+
+    schemes: the options of each scheme in use.
+    """
+    names = [name for name, options in schemes.items() if SCHEMES[name].simulates_activations(options)]
+    text = (
+        "activation_bits: 4: no runtime multiplies 4-bit activations. Those of"
+        f" {' and '.join(names)} are rounded to 4 bits and multiplied in float32, so they show the accuracy"
+        " of such hardware and save neither time nor memory. For speed use activation_bits: 8."
+    )
+    return [warning("simulated-activations", text, setting=ACTIVATION_BITS.name)] if names else []
 
 
 def check_scheme_options(

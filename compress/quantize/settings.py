@@ -19,6 +19,7 @@ from smelt.compress.quantize.scheme_settings import (
 )
 from smelt.core.errors import SettingError
 from smelt.core.messages import Message, warning
+from smelt.quantization.groupwise import ACCURACY_LEVEL, ACTIVATION_BITS
 from smelt.quantization.scheme import OptionValue
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -241,6 +242,13 @@ class QuantizeSettings(PartSchemeSettings):
             mixed=self.mixed_precision is not None,
             tables=self.used_schemes(),
         )
+        levels = (getattr(self, ACTIVATION_BITS.name), getattr(self, ACCURACY_LEVEL.name))
+        if levels[0] is not None and levels[1] == 0:
+            raise SettingError(
+                f"activation_bits {levels[0]} has no effect with accuracy_level: 0, which keeps activations"
+                " float32; remove one of them",
+                code="settings-conflict",
+            )
         return self
 
     def _check_bits(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, ClassVar
 
-from smelt.compress.quantize.scheme_settings import MODEL_PARTS
+from smelt.compress.quantize.scheme_settings import MODEL_PARTS, simulated_activation_warnings
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
@@ -206,6 +206,8 @@ class Quantize(Stage[QuantizeSettings]):
             )
         used = {edit["scheme"] for edit in quantize_edits if edit["op"] == "quantize"}
         ctx.warnings.extend(two_bit_warnings(used) if settings.method == "hqq" else [])
+        options = {name: settings.scheme_options(name) for name in sorted(used)}
+        ctx.warnings.extend(simulated_activation_warnings(options))
         stored = stored_dtypes(src.path).default.itemsize
         ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
         if not isinstance(settings.scheme, str):

@@ -418,11 +418,14 @@ def make_dequantized_copy(
 def dequantize_graph(model: Any) -> int:
     """Replace the quantized operators of an onnx.ModelProto in place; return their number.
 
-    QuantizeLinear and DequantizeLinear of activations are bypassed. The DequantizeLinear of a matrix becomes
-    Cast and Mul, otherwise ONNX Runtime would fuse it into an operator that rounds activations.
+    QuantizeLinear and DequantizeLinear of activations are bypassed, and so is Round between a division and a
+    multiplication by a scale (activations of fewer bits than an operator has). The DequantizeLinear of a
+    matrix becomes Cast and Mul, otherwise ONNX Runtime would fuse it into an operator that rounds
+    activations.
     """
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations
+    rescaled = {name for node in model.graph.node if node.op_type == "Mul" for name in node.input}
     multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     num_converted = 0
     graph = QuantizedGraph(model.graph)
@@ -432,11 +435,14 @@ def dequantize_graph(model: Any) -> int:
         if is_dequantize or node.op_type == "QuantizeLinear":
             float_nodes = [_cache_node(node)]
             codes.add(node.output[0])
+        elif node.op_type == "Round" and node.output[0] in rescaled:
+            float_nodes = [_cache_node(node)]
         elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
             float_nodes = _dequantize_nodes(node)
         num_converted += float_nodes is not None and node.op_type not in (
             "QuantizeLinear",
             "DequantizeLinear",
+            "Round",
         )
         num_converted += is_dequantize
         nodes += [node] if float_nodes is None else float_nodes

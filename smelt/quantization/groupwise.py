@@ -5,6 +5,11 @@ ONNX Runtime's MatMulNBits multiplies float32 activations with the dequantized w
 
     scale = max |x| / 127        x_q = round(x / scale)        round half to even
 
+With activation_bits 4 the largest of a block is 7 instead of 127, the uniform quantization of BinaryBERT (Bai
+et al. 2021, arXiv:2012.15701; github.com/huawei-noah/Pretrained-Language-Model, BinaryBERT/transformer,
+utils_quant.py, SymQuantizer without its clipping) by block instead of by row. No runtime multiplies 4-bit
+activations: they are rounded by standard operators, and multiplied in float32.
+
 Source: onnxruntime/core/mlas/lib, sqnbitgemm (QuantizeARow_CompInt8). Which levels compute as documented
 was measured with ONNX Runtime 1.31 on x86-64: 4-bit codes with groups of 16 to 128, 2-bit codes with
 groups of 32 to 128; there torch and runtime differ by 2e-6 of the output's standard deviation.
@@ -46,6 +51,9 @@ ACCURACY_LEVEL = SchemeOption(
     (0, 4),
     "activations: 4: int8 blocks, 0: float32",
     expected="0 (float32) or 4 (int8 blocks)",
+)
+ACTIVATION_BITS = SchemeOption(
+    "activation_bits", 8, (8, 4), "of the blocks of accuracy_level 4; 4: simulated in float32, slower"
 )
 
 
@@ -100,22 +108,37 @@ def safe_reciprocal(scales: Tensor) -> Tensor:
     return scales.reciprocal().where(scales != 0, 0.0)
 
 
-def fake_quantize_blocks(x: Tensor, size: int) -> Tensor:
-    """Return float32 `x` [..., K] after quantizing and dequantizing each block of g values as int8."""
+def fake_quantize_blocks(x: Tensor, size: int, bits: int = 8) -> Tensor:
+    """Return float32 `x` [..., K] after quantizing and dequantizing each block of g values to `bits` bits."""
     width = x.shape[-1]
     if width % size:
         from torch.nn import functional as F
 
         x = F.pad(x, (0, -width % size))
     blocks: Tensor = x.unflatten(-1, (-1, size))
-    scales = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    scales = blocks.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
     dequantized = (blocks * safe_reciprocal(scales)).round_() * scales
-    return dequantized.flatten(-2)[..., :width]
+    values: Tensor = dequantized.flatten(-2)[..., :width]
+    return values
 
 
 def quantizes_activation_blocks(options: SchemeOptions) -> bool:
-    """Return whether activations become int8 blocks."""
-    return bool(options[ACCURACY_LEVEL.name])
+    """Return whether the operator turns activations into int8 blocks."""
+    return bool(options[ACCURACY_LEVEL.name]) and not simulates_activations(options)
+
+
+def simulates_activations(options: SchemeOptions) -> bool:
+    """Return whether activations are rounded to fewer bits than an operator has, before it."""
+    return bool(options[ACCURACY_LEVEL.name]) and _activation_bits(options) != ACTIVATION_BITS.default
+
+
+def _activation_bits(options: SchemeOptions) -> int:
+    return int(options.get(ACTIVATION_BITS.name, ACTIVATION_BITS.default))
+
+
+def operator_level(options: SchemeOptions) -> int:
+    """Return the accuracy level of the operator."""
+    return int(options[ACCURACY_LEVEL.name]) if quantizes_activation_blocks(options) else 0
 
 
 def nbits_float_activation_nodes(node: Any) -> list[Any]:
@@ -141,16 +164,25 @@ class GroupwiseScheme(Scheme):
         return group_size(options)
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the values; activations are float32, or int8 per block (accuracy level 4)."""
+        """Multiply by the values; activations are float32, or rounded per block (accuracy level 4)."""
         from torch.nn import functional as F
 
-        if quantizes_activation_blocks(matrix.options):
-            x = fake_quantize_blocks(x, group_size(matrix.options))
-        return F.linear(x, matrix.dequantized(), bias)
+        return F.linear(self.fake_quantize_activations(matrix, x), matrix.dequantized(), bias)
+
+    def fake_quantize_activations(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
+        """Return quantized and dequantized blocks, in the type of `x`; `x` itself at accuracy level 0."""
+        options = matrix.options
+        if not self.quantizes_activations(options):
+            return x
+        return fake_quantize_blocks(x.float(), group_size(options), _activation_bits(options)).to(x.dtype)
 
     def quantizes_activations(self, options: SchemeOptions) -> bool:
         """Return whether the accuracy level is 4."""
-        return quantizes_activation_blocks(options)
+        return bool(options[ACCURACY_LEVEL.name])
+
+    def simulates_activations(self, options: SchemeOptions) -> bool:
+        """Return whether they have 4 bits."""
+        return simulates_activations(options)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         """Return the scales in float16: their rounding error is far below the quantization error."""
@@ -170,7 +202,7 @@ def emit_matmul_nbits(
     zeros: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Emit MatMulNBits.
+    """Emit MatMulNBits, after the rounding of activations that it does not have.
 
     Args:
         matrix: its scales are used unless others are given.
@@ -185,8 +217,10 @@ def emit_matmul_nbits(
 
     options = matrix.options
     scales = matrix.tensor(FLOAT16_SCALES) if scales is None else scales
+    if simulates_activations(options):
+        x = fake_quantize_blocks(x, group_size(options), _activation_bits(options))
     layout = emit.NBitsLayout(matrix.width, scales.shape[0], bits, group_size(options))
-    return emit.matmul_nbits(x, codes, scales, zeros, bias, layout, int(options[ACCURACY_LEVEL.name]))
+    return emit.matmul_nbits(x, codes, scales, zeros, bias, layout, operator_level(options))
 
 
 def pack_nibbles(codes: Tensor, high_first: bool = False) -> Tensor:

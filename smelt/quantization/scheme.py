@@ -270,6 +270,10 @@ class Scheme(Protocol):
         """Return whether the runtime quantizes the activations of a layer."""
         return True
 
+    def simulates_activations(self, options: SchemeOptions) -> bool:
+        """Return whether activations have fewer bits than an operator, so that floats are rounded instead."""
+        return False
+
     def has_symmetric_activations(self, options: SchemeOptions) -> bool:
         """Return whether quantized activations have no zero points, where their ranges are calibrated."""
         return True

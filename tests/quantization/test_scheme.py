@@ -118,7 +118,8 @@ def test_matmul_equals_that_of_dequantized_weights_up_to_activation_rounding(sch
     with torch.inference_mode():
         actual, exact = layer(x), F.linear(x, layer.matrix.dequantize(), layer.bias)
     off = (actual - exact).abs().mean() / exact.std()
-    assert off < (0.05 if SCHEMES[scheme].quantizes_activations(options) else 1e-6)
+    limit = 0.15 if SCHEMES[scheme].simulates_activations(options) else 0.05  # 4 bits instead of 8
+    assert off < (limit if SCHEMES[scheme].quantizes_activations(options) else 1e-6)
     assert actual.shape == (3, 5, 6)
 
 

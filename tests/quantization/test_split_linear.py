@@ -25,6 +25,7 @@ def test_edit_creates_two_quantizable_layers():
     with torch.device("meta"):
         model.a, model.b = nn.Linear(32, 8), nn.Embedding(4, 4)
     codes = {"op": "quantize", "scheme": "binary", "group_size": 32, "accuracy_level": 4}
+    codes |= {"activation_bits": 8}
     apply_edits(model, [{"op": "split", "module": "a"}, codes | {"module": "a.second"}])
     assert isinstance(model.a, SplitLinear)
     assert isinstance(model.a.second, QuantizedLinear)

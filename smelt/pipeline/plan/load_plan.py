@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.quantize.settings import QuantizeSettings, two_bit_warnings
+from smelt.compress.quantize.scheme_settings import simulated_activation_warnings
+from smelt.compress.quantize.settings import (
+    QuantizeSettings,
+    two_bit_warnings,
+)
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
@@ -336,6 +340,7 @@ def _notes(context: CheckContext) -> Iterator[Message]:
     yield from default_rate_notes(steps, config or {}, quantization)
     yield from unsuitable_method_notes(steps)
     yield from torch_only_notes(steps)
+    yield from simulated_activation_notes(steps)
     yield from custom_metric_notes(context.recipe)
 
 
@@ -429,6 +434,16 @@ def torch_only_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
                 " on it run in torch only. For an exported model use int8-dynamic, or bnb-nf4 for ort-cpu."
             )
             yield replace(info("torch-only", text), step=step.name)
+
+
+def simulated_activation_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
+    """Yield a note for each step whose activations are rounded without an operator of so few bits."""
+    for step in steps:
+        quantized = step.settings
+        if isinstance(quantized, QuantizeSettings):
+            options = {name: quantized.scheme_options(name) for name in quantized.used_schemes()}
+            for message in simulated_activation_warnings(options):
+                yield replace(message, severity="info", step=step.name)
 
 
 def load_plan(recipe: str | Path, overrides: Sequence[str] = (), until: str | None = None) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
@@ -380,6 +381,26 @@ def _check_units(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
             yield draft.entry.path, error_message("impossible-order", text)
 
 
+def _check_sparse_adapters(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
+    """Check that layers with DoRA, or with an adapter that is saved, are not sparse."""
+    lora: Any = getattr(draft.settings, "lora", None)
+    options = [name for name in ("use_dora", "save_adapter") if lora is not None and getattr(lora, name)]
+    for d in context.ancestors(draft) if options else ():
+        if d.stage_class is None or d.settings is None or "zeros" in d.stage_class.invalidates(d.settings):
+            return
+        sparsity: Any = getattr(d.settings, "sparsify", None) or d.settings
+        if "zeros" in d.stage_class.provides(d.settings) and {*sparsity.targets} & {*lora.targets}:
+            text = (
+                f"{options[0]} is not supported for sparse layers, and '{d.name}' makes them sparse. Remove"
+                f" {options[0]}, or move '{draft.name}' before '{d.name}'."
+            )
+            yield (
+                context.setting_path(draft.name, f"lora.{options[0]}"),
+                error_message("unsupported-layer", text),
+            )
+            return
+
+
 def _check_target(context: CheckContext, draft: StepDraft) -> Iterator[Finding]:
     """Check that the target runtime supports the output of the steps before."""
     ancestors = context.ancestors(draft)
@@ -395,7 +416,13 @@ def _check_poor_order(context: CheckContext, draft: StepDraft) -> Iterator[Findi
         yield (), message
 
 
-INPUT_CHECKS: tuple[StepCheck, ...] = (_check_float_input, _check_units, _check_target, _check_poor_order)
+INPUT_CHECKS: tuple[StepCheck, ...] = (
+    _check_float_input,
+    _check_units,
+    _check_sparse_adapters,
+    _check_target,
+    _check_poor_order,
+)
 
 
 def set_engine_lengths(context: CheckContext) -> Iterator[Finding]:

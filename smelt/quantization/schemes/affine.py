@@ -139,7 +139,7 @@ def nbits_variant_node(matrix: PackedMatrix, variant: int, x: str, y: str) -> tu
     if matrix.has("zeros"):
         tensors[f"{y}.zeros"] = torch.full((out_features, -(-count * bits // 8)), 1, dtype=torch.uint8)
     layout: dict[str, Any] = {"K": matrix.width, "N": out_features, "bits": bits, "block_size": size}
-    layout[ACCURACY_LEVEL.name] = int(options[ACCURACY_LEVEL.name])
+    layout[ACCURACY_LEVEL.name] = parts.operator_level(options)
     node = helper.make_node("MatMulNBits", [x, *tensors], [y], domain="com.microsoft", **layout)
     return node, tensors
 

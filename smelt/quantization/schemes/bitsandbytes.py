@@ -374,7 +374,8 @@ def _dequantize_scales(scale_codes: Tensor, scale_absmax: Tensor, scale_offset: 
     steps = _scale_table(scale_codes.device)[scale_codes.int()].flatten()
     padded = F.pad(steps, (0, -len(steps) % _SCALES_PER_BLOCK)).unflatten(0, (-1, _SCALES_PER_BLOCK))
     scaled = (padded * scale_absmax[:, None]).flatten()[: len(steps)]
-    return (scaled + scale_offset).view(scale_codes.shape)
+    scales: Tensor = (scaled + scale_offset).view(scale_codes.shape)
+    return scales
 
 
 @cache

@@ -76,7 +76,9 @@ def block_size(width: int) -> int:
 def block_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
     """Return `blocks`, uint8 [N, G, g], `block_scales`, float32 [N, G], and `block_zeros`, uint8 [N, G].
 
-    Symmetric matrices have no zero points. For lookups scales and zero points are [N, 1].
+    Symmetric matrices have no zero points. For lookups scales and zero points are [N, 1]. The scale of a row
+    of zeros is 0: the operator sums products with the middle 128 in float, and with scale 1
+    (`compute_qparams`) the rounding of these sums would be its result.
     """
     q_weight, size = matrix.tensor("codes").detach(), block_size(matrix.width)
     blocks = groupwise.split_into_groups(q_weight.short(), size).add(_OFFSET).byte()
@@ -85,6 +87,9 @@ def block_constants(matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
         per_row[ZEROS] = _to_unsigned(matrix.tensor(ZEROS).detach())[:, None]
     if use == "lookup":
         return {"blocks": blocks} | {_LOOKUP_NAMES[name]: t.clone() for name, t in per_row.items()}
+    zero = matrix.tensor(ZEROS).detach()[:, None] if matrix.has(ZEROS) else 0
+    is_zero_row = (q_weight == zero).all(dim=1, keepdim=True)
+    per_row["scales"] = per_row["scales"].masked_fill(is_zero_row, 0.0)
     return {"blocks": blocks} | {f"block_{name}": t.repeat(1, blocks.shape[1]) for name, t in per_row.items()}
 
 

@@ -121,9 +121,7 @@ def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
     return by_option
 
 
-def bits_per_weight(
-    scheme: Scheme, options: SchemeOptions, width: int = _WIDTH, rows: int = _WIDTH
-) -> float:
+def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH, rows: int = _WIDTH) -> float:
     """Return the stored bits per weight of a matrix, with scales and zero points.
 
     A calibrated value is one number for a whole matrix and does not count.

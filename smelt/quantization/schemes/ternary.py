@@ -69,7 +69,11 @@ class Binary(_TwoBitScheme):
     summary: ClassVar[str] = "one bit per weight and one scale per group of inputs"
     recommended_for: ClassVar[str] = "the smallest files"
     source: ClassVar[str] = "Rastegari et al. 2016, XNOR-Net, arXiv:1603.05279 (Binary-Weight-Networks)"
-    option_specs: ClassVar[tuple[SchemeOption, ...]] = (parts.two_bit_group_size(name), parts.ACCURACY_LEVEL)
+    option_specs: ClassVar[tuple[SchemeOption, ...]] = (
+        parts.two_bit_group_size(name),
+        parts.ACCURACY_LEVEL,
+        parts.ACTIVATION_BITS,
+    )
     embedding_scheme: ClassVar[str] = Int8Dynamic.name
     requires_training: ClassVar[bool] = True
     learnable_scales: ClassVar[bool] = False
@@ -166,6 +170,7 @@ class Ternary(_TwoBitScheme):
         parts.two_bit_group_size(name),
         TERNARY_GRANULARITY,
         parts.ACCURACY_LEVEL,
+        parts.ACTIVATION_BITS,
     )
     embedding_scheme: ClassVar[str] = affine.Int4.name
     requires_training: ClassVar[bool] = True

@@ -30,6 +30,8 @@ def test_embedding_scheme_is_explicit_or_derived(options, table):
     ({"scheme": "kmeans4", "symmetric": False}, "unused-setting", "symmetric"),
     ({"scheme": "binary", "group_size": 16}, "wrong-value", "32, 64 or 128"),
     ({"scheme": "binary", "embedding_scheme": "binray"}, "literal_error", "int8-dynamic"),
+    ({"scheme": "int4", "activation_bits": 4}, "unused-setting", "activation_bits"),
+    ({"scheme": "binary", "activation_bits": 4, "accuracy_level": 0}, "settings-conflict", "accuracy_level"),
     ({"scheme": "kmeans4", "clip": "mse"}, "settings-conflict", "clip: mse"),
     ({"scheme": "int4", "embedding_scheme": "kmeans4", "clip": "percentile"}, "settings-conflict",
      "clip: percentile"),

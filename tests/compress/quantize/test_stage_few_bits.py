@@ -4,6 +4,7 @@ import pytest
 
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
+from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.models.model_size import count_parameters
 from smelt.quantization.layers import QuantizedLinear, layer_scheme
@@ -40,6 +41,15 @@ def test_stored_bytes_equal_predicted_bits(marian, tmp_path, scheme):
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == pytest.approx(predicted, rel=0.05)
     # five codes a byte leave a last byte that is not full
     assert count_parameters(tmp_path / "out") == pytest.approx(weights * (1 + 1 / 64) + floats, rel=0.03)
+
+
+@pytest.mark.parametrize(("bits", "codes"), [(8, []), (4, ["simulated-activations"])])
+def test_report_warns_of_activations_without_an_operator(tmp_path, bits, codes):
+    settings = QuantizeSettings(scheme="binary", group_size=32, activation_bits=bits)
+    ctx = harness.run_stage(
+        Quantize(), settings, tiny.write_marian(tmp_path / "model"), tmp_path / "out", "translation"
+    )
+    assert message_codes(ctx.warnings) == codes
 
 
 def test_embeddings_use_int4_below_four_bits_unless_scheme_is_set(tmp_path):

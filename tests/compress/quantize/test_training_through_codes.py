@@ -21,7 +21,8 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.artifact import Artifact, Manifest
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model, load_tokenizer
-from smelt.quantization.layers import QuantizedEmbedding
+from smelt.quantization.layers import QuantizedEmbedding, layer_scheme
+from smelt.quantization.schemes.registry import SCHEMES, default_options
 from smelt.tasks.read_split import read_split
 from tests.support import harness, schemes
 from tests.support.models import tiny
@@ -144,15 +145,56 @@ def test_int8_qat_layers_round_activations_as_runtime(scheme):
     )
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int3", "int2", "ternary", "binary"])
-def test_few_bit_qat_layers_use_float_activations(scheme):
+def sym_quantizer(x, num_bits):
+    """SymQuantizer of BinaryBERT's reference code, by row, without its clipping."""
+    steps = (2 ** (num_bits - 1) - 1) / x.abs().max(dim=-1, keepdim=True)[0]
+    return torch.round(x * steps).div(steps)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [
+        ("int4", 8),
+        ("int2", 8),
+        ("kmeans4", 8),
+        *((s, bits) for s in ("ternary", "binary") for bits in (8, 4)),
+    ],
+)
+def test_group_qat_layers_round_activations_as_binarybert_and_runtime(scheme, bits):
+    """A row of one group: the blocks of the runtime are the rows of the reference."""
     torch.manual_seed(0)
-    float_layer = nn.Linear(64, 8)
-    quantized = quantize_module(float_layer, scheme)
-    x = 3 * torch.randn(5, 64)
+    float_layer = nn.Linear(128, 8)
+    options = default_options(SCHEMES[scheme]) | {"group_size": 128}
+    quantized = quantize_module(
+        float_layer, scheme, options if bits == 8 else options | {"activation_bits": 4}
+    )
+    x = 3 * torch.randn(5, 128)
     latent = QatLinear(quantized, nn.Parameter(float_layer.weight.detach().clone()))
-    assert latent(x).equal(nn.functional.linear(x, quantized.matrix.dequantize(), latent.bias))
-    assert not latent(x).allclose(quantized(x), atol=1e-3)
+    rounded = sym_quantizer(x, bits)
+    assert latent(x).allclose(
+        nn.functional.linear(rounded, quantized.matrix.dequantize(), latent.bias), atol=1e-5
+    )
+    assert latent(x).allclose(quantized(x), atol=1e-5)
+    leaf = x.clone().requires_grad_(True)
+    latent(leaf).sum().backward()
+    assert leaf.grad.allclose(quantized.matrix.dequantize().sum(dim=0).expand(5, -1), atol=1e-5)
+    assert latent.weight.grad.allclose(rounded.sum(dim=0).expand(8, -1), atol=1e-4)
+
+
+def test_mixed_model_trains_with_the_rounding_of_each_layer(tmp_path):
+    """int8 embeddings and output layer beside binary layers: all of them as they are deployed."""
+    _, second = quantized(
+        tmp_path, "marian", "translation", scheme="binary", group_size=32, activation_bits=4
+    )
+    model, _ = load_model(second.path)
+    kinds = {layer_scheme(module) for module in model.modules()} - {None}
+    assert kinds == {"binary", "int8-dynamic"}
+    ids = torch.randint(1, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, decoder_input_ids=ids).logits
+        prepare_qat(model, load_model(tmp_path / "model")[0])
+        got = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert got.allclose(expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static", "int4", "binary"])
@@ -227,7 +269,8 @@ def test_initial_model_is_evaluated_with_original_integers(tmp_path, translation
     model, _ = load_trainable(second, context(tmp_path / "out", "translation", {"model": first}))
     layer = next(m for m in model.modules() if isinstance(m, QatLinear))
     x = torch.randn(3, layer.in_features)
-    stored_output = nn.functional.linear(x, layer.quantized.matrix.dequantize(), layer.bias)
+    rounded = fake_quantize_activations(x, layer.quantized.matrix)
+    stored_output = nn.functional.linear(rounded, layer.quantized.matrix.dequantize(), layer.bias)
     assert not torch.equal(layer(x), stored_output)  # those nearest to the float weights
     with with_original_weights(model):
         assert torch.equal(layer(x), stored_output)

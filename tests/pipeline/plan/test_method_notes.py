@@ -24,6 +24,20 @@ def test_hqq_at_two_bits_is_noted(translator: Path, settings: str, noted: bool) 
 @pytest.mark.parametrize(
     ("settings", "noted"),
     [
+        ("scheme: binary, activation_bits: 4", True),
+        ("scheme: int4, embedding_scheme: ternary, activation_bits: 4", True),
+        ("scheme: binary, activation_bits: 8", False),
+        ("scheme: binary", False),
+    ],
+)
+def test_simulated_activations_are_noted(translator: Path, settings: str, noted: bool) -> None:
+    notes = plan_stages(translator, f"[quantize: {{{settings}}}]").notes
+    assert ("simulated-activations" in message_codes(notes)) == noted
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
         ("scheme: bnb-int8", True),
         ("scheme: int4, embedding_scheme: bnb-int8", True),
         ("scheme: bnb-nf4", False),

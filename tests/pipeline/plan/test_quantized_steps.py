@@ -241,3 +241,16 @@ def test_dora_of_quantized_layers_is_rejected(folder):
         "unsupported-layer"
     ]
     assert load_plan(recipe(folder, lora, model="float")).steps
+
+
+@pytest.mark.parametrize("option", ["use_dora", "save_adapter"])
+def test_adapters_that_fill_zeros_are_rejected_after_sparsify(folder, option):
+    lora = f"finetune: {{lora: {{{option}: true, targets: [attention]}}}}"
+    sparse = "sparsify: {method: magnitude, targets: [TARGET]}"
+    attention, ffn = (sparse.replace("TARGET", target) for target in ("attention", "ffn"))
+    expected = [("unsupported-layer", f"stages[1].finetune.lora.{option}")]
+    assert refused(folder, attention, lora, model="float") == expected
+    trained = "finetune: {sparsify: {targets: [attention]}}"
+    assert [code for code, _ in refused(folder, trained, lora, model="float")] == ["unsupported-layer"]
+    assert load_plan(recipe(folder, ffn, lora, model="float")).steps
+    assert load_plan(recipe(folder, lora, attention, model="float")).steps

@@ -1,12 +1,18 @@
 import numpy as np
+import onnxruntime
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from smelt.compress.quantize.plan_layers import round_to_nearest
+from smelt.compress.quantize.plan_layers import quantize_module, round_to_nearest
 from smelt.core.errors import InputError
+from smelt.export.parity.references import dequantize_graph
 from smelt.quantization.layers import empty_quantized
 from smelt.quantization.scheme import UnpackedWeights
+from smelt.quantization.schemes.registry import SCHEMES, default_options
 from smelt.quantization.schemes.ternary import Binary
+from smelt.runtimes.onnx_session import session_options
 from tests.support import schemes
 from tests.support.expected_errors import raises_code
 
@@ -24,9 +30,39 @@ def test_every_layout_is_exported_as_torch_computes_and_bits_are_unpacked_once(t
     assert {(a["accuracy_level"], a["bits"]) for a in attributes} == {(0, 4), (4, 2)}
 
 
+@pytest.mark.parametrize("scheme", ["binary", "ternary"])
+def test_four_bit_activations_are_rounded_before_a_float_operator(scheme):
+    """The graph rounds as torch does; its dequantized copy does not round, for the exact comparison."""
+    torch.manual_seed(0)
+    options = default_options(SCHEMES[scheme]) | {"group_size": 32, "activation_bits": 4}
+    layer = quantize_module(nn.Linear(100, 24), scheme, options).eval()
+    x = torch.randn(2, 3, 100)
+    x[0, 0, :32] = 0
+    graph = schemes.export_layers([layer], x)
+    levels = [a.i for node in graph.graph.node for a in node.attribute if a.name == "accuracy_level"]
+    assert levels == [0]
+    with torch.inference_mode():
+        expected = layer(x).numpy()
+        exact = F.linear(x, layer.matrix.dequantize(), layer.bias).numpy()
+    assert np.abs(run_graph(graph, x) - expected).max() < 1e-5 * expected.std()
+    assert np.abs(expected - exact).max() > 0.05 * exact.std()
+    assert dequantize_graph(graph) == 1
+    assert np.abs(run_graph(graph, x) - exact).max() < 1e-5 * exact.std()
+
+
+def run_graph(graph, x):
+    """What ONNX Runtime computes."""
+    session = onnxruntime.InferenceSession(
+        graph.SerializeToString(), session_options(), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, {"x": x.numpy()})[0]
+
+
 def test_groups_without_a_kernel_are_refused():
     with raises_code("wrong-value", InputError) as caught:
-        empty_quantized(nn.Linear(64, 8), "binary", {"group_size": 16, "accuracy_level": 4})
+        empty_quantized(
+            nn.Linear(64, 8), "binary", {"group_size": 16, "accuracy_level": 4, "activation_bits": 8}
+        )
     assert all(part in str(caught.value) for part in ("16", "32, 64, 128"))
     assert caught.value.setting == "group_size"
 

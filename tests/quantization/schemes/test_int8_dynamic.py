@@ -6,6 +6,7 @@ from torch import nn
 
 from smelt.compress.quantize.plan_layers import quantize_module
 from smelt.quantization.schemes.int8 import dynamic_scale_zero_point
+from smelt.quantization.schemes.registry import SCHEMES, default_options
 from tests.support import schemes
 from tests.support.graphs.ort_sessions import ort_session
 
@@ -107,3 +108,16 @@ def test_symmetric_range_clips_the_largest_value_to_the_last_level():
     assert (zero, int(codes.max())) == (128, 255)
     expected = (codes - zero) * scale @ matrix.dequantized().T
     torch.testing.assert_close(matrix.scheme.linear(matrix, x, None), expected, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_row_of_zeros_gives_the_bias_exactly_in_blocks(symmetric):
+    """The operator sums products with the middle of its codes; rounding errors of 0.01 were the result."""
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 8)
+    linear.weight.data[2] = 0
+    options = default_options(SCHEMES["int8-dynamic"]) | {"symmetric": symmetric}
+    layer = quantize_module(linear, "int8-dynamic", options).eval()
+    layer.matrix.select_variant("MatMulNBits")
+    [actual] = schemes.run_onnx_runtime([layer], 30 * torch.randn(2, 3, 256))
+    assert (actual[..., 2] == linear.bias[2].item()).all()

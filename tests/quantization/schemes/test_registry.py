@@ -79,7 +79,8 @@ def test_missing_option_is_refused():
     ("ternary", {"group_size": 64, "granularity": "group"}, 8 * 13 / 64 + 16 / 64),
     ("ternary", {"group_size": 64, "granularity": "channel"}, 8 * 205 / 1024 + 16 / 1024),
     ("binary", {"group_size": 64}, 1.25), ("kmeans4", {"group_size": 256}, 4 + (16 * 8 + 16) / 256),
-    ("pow2", {"group_size": 64}, 4.25), ("mxfp4", {"group_size": 32}, 4.25), ("bnb-nf4", {}, 4 + 32 / 64),
+    ("pow2", {"group_size": 64}, 4.25), ("mxfp4", {"group_size": 32}, 4.25),
+    ("bnb-nf4", {"use_double_quant": False}, 4.5),
     ("bnb-int8", {}, 8 + 32 / 1024),
 ])  # fmt: skip
 def test_bits_per_weight_include_scales_and_zero_points(scheme, options, bits):

@@ -14,6 +14,7 @@ LAYOUTS = list(itertools.product((32, 64, 128), ("group", "channel"), (0, 4)))
 def random_layer(inputs=100, outputs=24, group=32, granularity="group", level=4):
     torch.manual_seed(0)
     options = {"group_size": group, "granularity": granularity, "accuracy_level": level}
+    options |= {"activation_bits": 8}
     size = Ternary().group_size(inputs, options)
     codes = torch.randint(0, 3, (outputs, -(-inputs // size), size), dtype=torch.uint8)
     grid = {"scales": torch.rand(outputs, codes.shape[1]) + 0.5}

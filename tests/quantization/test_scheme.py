@@ -92,7 +92,12 @@ def test_storing_in_the_file_dtypes_is_lossless(scheme, options):
 
 @EACH
 def test_dequantized_values_are_quantized_to_themselves(scheme, options):
-    """Rounding what codes stand for, on the grid that they stand on, gives the same codes."""
+    """Rounding what codes stand for, on the grid that they stand on, gives the same codes.
+
+    Of sums of vectors a search may miss the exact one: its own tests compare it with brute force.
+    """
+    if SCHEMES[scheme].own_method:
+        return
     definition, matrix = SCHEMES[scheme], schemes.rounded_matrix(scheme, weights(), **options)
     codes, grid = matrix.unpack()
     again = definition.quantize(definition.dequantize(codes, grid, options), grid, options)
@@ -102,6 +107,8 @@ def test_dequantized_values_are_quantized_to_themselves(scheme, options):
 @EACH
 def test_group_is_quantized_independently_of_the_others(scheme, options):
     """What methods that go through the columns rely on."""
+    if SCHEMES[scheme].own_method:
+        return
     definition, weight = SCHEMES[scheme], weights()
     size = definition.group_size(200, options)
     full_parameters = round_to_nearest(weight, definition, options).qparams
@@ -140,13 +147,16 @@ def test_file_has_the_documented_bits_per_weight(scheme, options):
     storage = SCHEMES[scheme].stored_tensors(4, width, options).values()
     constant_bytes = sum(stored_bytes(stored) for stored in storage if stored.calibrated)
     bits = 8 * (quantized_bytes(matrix) - constant_bytes)
-    assert bits == bits_per_weight(SCHEMES[scheme], options, width) * 4 * width
+    assert bits == bits_per_weight(SCHEMES[scheme], options, width, rows=4) * 4 * width
 
 
 @EACH
 def test_layers_with_the_same_input_become_one_matmul(scheme, options):
     parts = [schemes.with_activation_range(nn.Linear(64, n, bias=n != 8), scheme, options) for n in (8, 12)]
     x = torch.randn(2, 64)
+    if SCHEMES[scheme].own_method:
+        assert concat_quantized(parts) is None  # each has its own codebooks
+        return
     with torch.inference_mode():
         assert concat_quantized(parts)(x).allclose(torch.cat([m(x) for m in parts], dim=1), atol=1e-5)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
+from smelt.compress.model_input import codebook_error
 from smelt.compress.prune.settings import LearnedMasksSettings, fixed_width_errors
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
@@ -26,7 +27,7 @@ from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.models.model_size import ModelSize, SizeInputs, StepSize
-from smelt.stage import Context, Need, Stage
+from smelt.stage import Context, Need, QuantizedInput, Stage
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_size
 from smelt.training.train import require_training_samples, train
 
@@ -277,6 +278,16 @@ class Finetune(Stage[FinetuneSettings]):
     def invalidates(cls, settings: FinetuneSettings) -> Mapping[str, str]:
         """Return the results of earlier steps that this step destroys: carefully chosen quantized weights."""
         return invalidated_by_training(settings)
+
+    @classmethod
+    def quantized_input_error(cls, settings: FinetuneSettings, quantized: QuantizedInput) -> str | None:
+        """Return why the quantized weights cannot be trained, and what to do; None where they can."""
+        text = codebook_error(quantized, cls.name)
+        return (
+            f"{text} Or train adapters: `- {cls.name}: {{lora: {{}}}}`."
+            if text and settings.lora is None
+            else None
+        )
 
     @classmethod
     def needs_with(cls, settings: FinetuneSettings, available: Collection[str] = ()) -> frozenset[Need]:

@@ -6,6 +6,7 @@ Changing a quantized model is restricted; the messages name recipes that avoid i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
@@ -41,6 +42,29 @@ def split_pruning_error(quantized: QuantizedInput, stage: str) -> str | None:
         f" `- quantize: {{scheme: {halved}}}`, `- {stage}: {{}}`,"
         " `- distill: {qat: {weight_splitting: true}}`."
     )
+
+
+def codebook_error(quantized: QuantizedInput, stage: str) -> str | None:
+    """Return why `stage` cannot change quantized weights, and what to do; None if there are no codebooks."""
+    fitted = sorted(name for name in quantized.schemes if name in SCHEMES and SCHEMES[name].own_method)
+    if not fitted:
+        return None
+    return (
+        f"the codebooks of {' and '.join(fitted)} weights were fitted to the whole matrix, and its weights"
+        f" cannot be rounded again. Put this step first: `- {stage}: {{}}`,"
+        f" `- quantize: {{scheme: {fitted[0]}}}`."
+    )
+
+
+def require_no_codebooks(edits: Sequence[Edit], stage: str) -> None:
+    """Check that the quantized layers of a model can be quantized again.
+
+    Raises:
+        InputError: some have codebooks for the whole matrix.
+    """
+    schemes = {str(edit["scheme"]) for edit in edits if edit.get("op") == "quantize"}
+    if (text := codebook_error(QuantizedInput(tuple(schemes)), stage)) is not None:
+        raise InputError(f"{stage}: {text}", code=AFTER_QUANTIZE)
 
 
 def sparsity_error(quantized: QuantizedInput) -> str | None:

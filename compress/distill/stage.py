@@ -36,6 +36,7 @@ from smelt.compress.finetune import (
     train_with_techniques,
     training_task_errors,
 )
+from smelt.compress.model_input import codebook_error
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
@@ -46,7 +47,7 @@ from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
-from smelt.stage import Context, Need, Settings, Stage
+from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
 from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training
 
@@ -127,6 +128,16 @@ class Distill(Stage[DistillSettings]):
         return (
             f"Selecting a student's layers after {stages} discards part of that work. Distill to fewer layers"
             " first."
+        )
+
+    @classmethod
+    def quantized_input_error(cls, settings: DistillSettings, quantized: QuantizedInput) -> str | None:
+        """Return why the quantized weights cannot be trained, and what to do; None where they can."""
+        text = codebook_error(quantized, cls.name)
+        return (
+            f"{text} Or train adapters: `- {cls.name}: {{lora: {{}}}}`."
+            if text and settings.lora is None
+            else None
         )
 
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from smelt.compress.drop_layers.settings import LAYERS_AFTER_PARTS_ERROR
-from smelt.compress.model_input import split_pruning_error
+from smelt.compress.model_input import codebook_error, split_pruning_error
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.settings import (
     PruneSettings,
@@ -97,7 +97,7 @@ class Prune(Stage[PruneSettings]):
         if "channels" in settings.targets:
             chain = f"`- prune: {{targets: [channels]}}`, `- quantize: {{scheme: {STATIC_SCHEME}}}`"
             return f"channels can only be removed from float convolutions. Prune before quantizing: {chain}."
-        return split_pruning_error(quantized, cls.name)
+        return split_pruning_error(quantized, cls.name) or codebook_error(quantized, cls.name)
 
     @classmethod
     def poor_order(cls, settings: PruneSettings, earlier: Mapping[str, Settings]) -> str | None:

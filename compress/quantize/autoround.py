@@ -153,7 +153,7 @@ def sign_descent(
     return losses
 
 
-class _BlockLoss:
+class BlockLoss:
     """The squared error of a block's outputs on a few batches, relative to rounding to nearest.
 
     nearest: weights rounded to nearest, by name. generator: of the order of the batches. reached: names of
@@ -275,7 +275,7 @@ class AutoRoundRunner:
         if isinstance(part, RunningBlock):
             roundings, nearest = _start(learned)
             names = [f"{layer.name}.weight" for layer in learned]
-            loss = _BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)
+            loss = BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)
             self._tune(part.block.module_path, learned, roundings, loss)
             pairs = zip(names, learned, strict=True)
             self._unreached += [layer.name for name, layer in pairs if name not in loss.reached]
@@ -298,7 +298,7 @@ class AutoRoundRunner:
         name: str,
         layers: Sequence[PlannedLayer],
         roundings: Sequence[LearnedRounding],
-        loss: _BlockLoss | _LayerLoss,
+        loss: BlockLoss | _LayerLoss,
     ) -> None:
         """Tune `roundings` of `layers` together; round to nearest where that is not worse."""
         nearest = [rounding.codes() for rounding in roundings]

@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.compress.model_input import require_no_codebooks
 from smelt.compress.quantize.plan_layers import (
     fake_quantize,
     fake_quantize_activations,
@@ -265,6 +266,7 @@ def load_trainable(src: Artifact, ctx: Context, adapters: bool = False) -> tuple
     """
     model, edits = load_model(src.path)
     if not adapters and any(edit.get("op") == "quantize" for edit in edits):
+        require_no_codebooks(edits, "finetune")
         master_weights, message = read_master_weights(src.path, _matrix_shapes(model))
         if message is not None:
             ctx.warnings.append(message)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.statistics import InputStatistics, NotInvertibleError
-from smelt.compress.model_input import AFTER_QUANTIZE, split_pruning_error
+from smelt.compress.model_input import AFTER_QUANTIZE, require_no_codebooks, split_pruning_error
 from smelt.compress.quantize.gptq import column_updates, gptq_quantize
 from smelt.compress.quantize.plan_layers import GridFinder, round_on_grid, scheme_grid
 from smelt.compress.quantize.qat import find_master_weights, write_master_weights
@@ -479,6 +479,7 @@ def dequantize_model(
     """
     if not any(edit.get("op") == "quantize" for edit in edits):
         return edits, None
+    require_no_codebooks(edits, stage)
     settings = _find_quantize_settings(src, ctx.ancestors.values())
     aside = Requantizer(settings, keep_grids, stage)
     aside.dequantize(

@@ -1,11 +1,11 @@
 """Calibrate and quantize the layers of a model in memory, or of an offloaded one block by block.
 
-Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ or
-AutoRound. The last two go block by block; for the other methods a model in memory is one part. The blocks of
-an offloaded model are read in each pass. SmoothQuant and AWQ calibrate the float model, so each block is run
-with its original weights, and scaled when it is not run any more, or loaded again. It is quantized and
-written in the last pass: the result equals that of the model in memory. Memory holds one block, its inputs,
-the embedding, and at the end the output layer.
+Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ,
+AutoRound or AQLM. The last three go block by block; for the other methods a model in memory is one part. The
+blocks of an offloaded model are read in each pass. SmoothQuant and AWQ calibrate the float model, so each
+block is run with its original weights, and scaled when it is not run any more, or loaded again. It is
+quantized and written in the last pass: the result equals that of the model in memory. Memory holds one block,
+its inputs, the embedding, and at the end the output layer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
+from smelt.compress.quantize.aqlm import AqlmRunner
 from smelt.compress.quantize.autoround import AutoRoundRunner
 from smelt.compress.quantize.awq import AwqRunner, mse_grid, percentile_grid
 from smelt.compress.quantize.gptq import GptqRunner
@@ -210,7 +211,7 @@ class SequentialQuantizer:
             settings.calibration_samples,
             ctx,
             "quantize",
-            padded=settings.learns_rounding,
+            padded=settings.tunes_blocks,
             held_back=reports_errors or settings.calibrates_correction,
         )
         ctx.details["calibration"] = samples.details
@@ -321,16 +322,20 @@ class SequentialQuantizer:
             self.layers = [layer for layer in self.layers if layer.module not in unseen]
         _warn_of_missing_ranges(missing, self._ctx)
 
-    def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | AutoRoundRunner:
-        """Quantize the linear layers with GPTQ or AutoRound, except matrices that are also embeddings.
+    def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | AutoRoundRunner | AqlmRunner:
+        """Quantize the linear layers with GPTQ, AutoRound or AQLM, except matrices that are also embeddings.
 
-        Both minimize the error of products, which does not apply to embedding lookups.
+        They minimize the error of products, which does not apply to embedding lookups.
         """
         settings = self._settings
-        rounder = self._make_gptq(samples) if settings.compensates_rounding else None
-        runner = rounder or AutoRoundRunner(samples, settings.iterations, self._ctx)
+        runner: GptqRunner | AutoRoundRunner | AqlmRunner
+        if settings.compensates_rounding:
+            runner = self._make_gptq(samples)
+        else:
+            kind = AutoRoundRunner if settings.learns_rounding else AqlmRunner
+            runner = kind(samples, settings.iterations, self._ctx)
         self.codes = runner.codes
-        with_reference = settings.learns_rounding or settings.gptaq_alpha is not None
+        with_reference = settings.tunes_blocks or settings.gptaq_alpha is not None
         for part, layers in self._parts(samples, by_block=True, with_reference=with_reference):
             tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
             linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]

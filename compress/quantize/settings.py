@@ -99,9 +99,10 @@ CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 ActOrder = Literal["static", "none"]
 # they have an effect with some methods
 _METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling", "iterations")
+_CODEBOOK_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.own_method]
 # methods that rescale channels of the float model before they quantize it
 AWQ_METHODS = ("awq", "awq-gptq")
-_CALIBRATED_METHODS = ("gptq", "autoround", *AWQ_METHODS)  # methods that use calibration samples
+_CALIBRATED_METHODS = ("gptq", "autoround", "aqlm", *AWQ_METHODS)  # methods that use calibration samples
 
 
 class LowRankCorrection(Settings):
@@ -131,14 +132,14 @@ class QuantizeSettings(PartSchemeSettings):
     The output layer is the projection to the vocabulary, or a classifier's last layer.
     """
 
-    method: Literal["rtn", "gptq", "awq", "awq-gptq", "autoround", "hqq"] = Field(
+    method: Literal["rtn", "gptq", "awq", "awq-gptq", "autoround", "hqq", "aqlm"] = Field(
         default="rtn",
         description="rtn: round to nearest; gptq: column by column with compensation; awq: scale channels"
         " with large activations first; awq-gptq: both; autoround: learn the rounding and the ranges in"
         f" minutes, ahead of gptq at 2 bits: {', '.join(_LEARNED_SCHEMES)}; hqq: optimize the grid without"
-        " data",
+        f" data; aqlm: fit codebooks and codes to outputs in minutes: {', '.join(_CODEBOOK_SCHEMES)}",
     )
-    iterations: int = Field(default=200, ge=1, description="autoround: updates of each block")
+    iterations: int = Field(default=200, ge=1, description="autoround, aqlm: updates of each block")
     act_order: ActOrder = Field(
         default="static",
         description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
@@ -235,6 +236,7 @@ class QuantizeSettings(PartSchemeSettings):
         self._check_rows()
         self._check_clip()
         self._check_learned_rounding()
+        self._check_codebooks()
         check_scheme_options(
             self.linear_schemes,
             self,
@@ -329,7 +331,7 @@ class QuantizeSettings(PartSchemeSettings):
             "act_order": self.compensates_rounding,
             "gptaq_alpha": self.compensates_rounding,
             "duo_scaling": self.scales_inputs,
-            "iterations": self.learns_rounding,
+            "iterations": self.tunes_blocks,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": self.needs_activation_ranges or self.clip == "percentile",
         }
@@ -364,7 +366,7 @@ class QuantizeSettings(PartSchemeSettings):
             conflict = "mixed_precision"
         elif not isinstance(self.scheme, str):
             conflict = "one of the schemes"
-        elif self.scales_inputs or self.learns_rounding:
+        elif self.scales_inputs or self.tunes_blocks:
             conflict = f"method: {self.method}"
         if self.correction is not None and conflict is not None:
             raise SettingError(
@@ -432,6 +434,22 @@ class QuantizeSettings(PartSchemeSettings):
                 code="settings-conflict",
             )
 
+    def _check_codebooks(self) -> None:
+        """Refuse methods that round on a grid for codebooks, and the method of codebooks for other schemes.
+
+        Raises:
+            ValueError: it is one.
+        """
+        for scheme in self.linear_schemes:
+            own = SCHEMES[scheme].own_method
+            if (own and self.method not in ("rtn", own)) or (self.fits_codebooks and self.method != own):
+                raise SettingError(
+                    f"method: {self.method} does not support scheme {scheme}: codebooks for a whole matrix"
+                    f" ({', '.join(_CODEBOOK_SCHEMES)}) are fitted by rtn and aqlm, all other weights rounded"
+                    " on a grid for each group by the other methods. Change method or scheme",
+                    code="settings-conflict",
+                )
+
     @property
     def needs_activation_ranges(self) -> bool:
         """Whether a scheme needs the range of activations."""
@@ -453,9 +471,19 @@ class QuantizeSettings(PartSchemeSettings):
         return self.method == "autoround"
 
     @property
+    def fits_codebooks(self) -> bool:
+        """Whether codebooks are fitted to samples."""
+        return self.method == "aqlm"
+
+    @property
+    def tunes_blocks(self) -> bool:
+        """Whether a block's weights are tuned together to the output of the float block."""
+        return self.learns_rounding or self.fits_codebooks
+
+    @property
     def rounds_in_blocks(self) -> bool:
         """Whether weights are rounded on the inputs of each block."""
-        return self.compensates_rounding or self.learns_rounding
+        return self.compensates_rounding or self.tunes_blocks
 
     @property
     def needs_calibration(self) -> bool:
@@ -574,7 +602,7 @@ class QuantizeSettings(PartSchemeSettings):
             "act_order": self.compensates_rounding,
             "gptaq_alpha": self.gptaq_alpha is not None,
             "duo_scaling": self.scales_inputs,
-            "iterations": self.learns_rounding,
+            "iterations": self.tunes_blocks,
             "calibration_method": self.needs_activation_ranges,
             "calibration_percentile": uses_percentile,
             "calibration_samples": self.needs_calibration,

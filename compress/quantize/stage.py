@@ -20,6 +20,7 @@ from smelt.quantization.schemes.registry import (
     bits_per_weight,
     default_options,
     format_option,
+    stored_bytes,
     supported_targets,
 )
 from smelt.stage import Context, Need, Settings, Stage
@@ -42,6 +43,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int2, method: awq-gptq}
         - quantize: {scheme: int2, method: autoround}
         - quantize: {scheme: int4, method: hqq}
+        - quantize: {scheme: additive, method: aqlm}
         - quantize: {scheme: int2, method: gptq, group_size: 32, symmetric: false}
         - quantize: {scheme: ternary, granularity: channel}
         - quantize: {scheme: int4, low_rank_correction: {rank: 32, iterations: 5}}
@@ -212,7 +214,7 @@ class Quantize(Stage[QuantizeSettings]):
         ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
         if not isinstance(settings.scheme, str):
             ctx.details["bits_per_weight_by_part"] = bits_per_weight_by_part(model, stored)
-        ctx.warnings.extend(oversized_weight_warnings(model, stored))
+        ctx.warnings.extend(oversized_weight_warnings(model, stored) + large_codebook_warnings(model))
         written = (
             streamed.finish(edits + quantize_edits)
             if streamed
@@ -371,6 +373,30 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     ]
 
 
+def large_codebook_warnings(model: Any) -> list[Message]:
+    """Return a warning if tensors for whole matrices (codebooks) take more bytes than the codes of rows."""
+    from smelt.quantization.layers import is_quantized
+
+    matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
+    code_bytes = codebook_bytes = 0
+    for matrix in matrices.values():
+        specs = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options).values()
+        if matrix.scheme.own_method:
+            code_bytes += sum(stored_bytes(spec) for spec in specs if spec.per_row)
+            codebook_bytes += sum(stored_bytes(spec) for spec in specs if not spec.per_row)
+    if codebook_bytes <= code_bytes:
+        return []
+    return [
+        warning(
+            "large-codebooks",
+            f"The codebooks take {codebook_bytes:,} bytes, more than the codes and scales"
+            f" ({code_bytes:,} bytes), because the matrices are small. Use smaller codebooks"
+            " (nbits_per_codebook: 4), or another scheme.",
+            setting="nbits_per_codebook",
+        )
+    ]
+
+
 def _is_padded(matrix: Any) -> bool:
     """Return whether the last group of a matrix is padded."""
     return bool(matrix.width % matrix.scheme.group_size(matrix.width, matrix.options))
@@ -449,7 +475,7 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
         options = settings.scheme_options(scheme)
         for rows, columns in stack.matrices:
             weights += stack.layers * rows * columns
-            stored += stack.layers * rows * columns * _bytes(scheme, options, columns)
+            stored += stack.layers * rows * columns * _bytes(scheme, options, columns, rows)
     if settings.correction is not None:
         rank = settings.correction.rank
         stored += (
@@ -469,8 +495,8 @@ def quantized_size(settings: QuantizeSettings, size: ModelSize) -> ModelSize:
     return size.stored_as(stored / max(1.0, weights), other_bytes / max(1, num_other))
 
 
-def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int) -> float:
-    return bits_per_weight(SCHEMES[scheme], options, columns) / 8
+def _bytes(scheme: str, options: Mapping[str, OptionValue], columns: int, rows: int | None = None) -> float:
+    return bits_per_weight(SCHEMES[scheme], options, columns, rows) / 8
 
 
 def works_by_block(settings: QuantizeSettings, inputs: SizeInputs) -> bool:

@@ -417,6 +417,10 @@ class RunningBlock(PartAfterBlocks):
                 self._add_cross_moments(statistics, layers, self._reference)
             yield statistics
 
+    def collect_own(self, layers: LayersByKey) -> AbstractContextManager[dict[str, InputStatistics]]:
+        """Return a context as `collect`, without cross moments; the reference does not run."""
+        return super().collect(layers)
+
     def _add_cross_moments(
         self, statistics: dict[str, InputStatistics], layers: LayersByKey, reference: SequentialRunner
     ) -> None:

@@ -142,6 +142,9 @@ class Scheme(Protocol):
     supports_clipping: whether the quantization parameters follow from the range of a group, so that it can be
         clipped; false where the values are fitted to all weights.
     represents_zero: whether it can represent 0 exactly with any parameters, so that weights can be set to it.
+    own_method: the method of `quantize` that fits codebooks of a whole matrix to samples; every other one but
+        `rtn` rounds on the grid of a group, and does not support the scheme. Its weights cannot be quantized
+        again by a later step. Empty: each group has a grid.
     split_scheme: the scheme for the two summands of a split matrix of this one; empty if unknown.
     requires_calibration: whether it needs the range of activations, calibrated on samples.
     per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
@@ -182,6 +185,7 @@ class Scheme(Protocol):
     learnable_scales: ClassVar[bool] = True
     supports_clipping: ClassVar[bool] = True
     represents_zero: ClassVar[bool] = True
+    own_method: ClassVar[str] = ""
     split_scheme: ClassVar[str] = ""
     requires_calibration: ClassVar[bool] = False
     per_tensor_activations: ClassVar[bool] = False

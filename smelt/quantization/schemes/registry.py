@@ -18,6 +18,7 @@ from smelt.quantization.scheme import (
     StoredTensor,
     graph_target,
 )
+from smelt.quantization.schemes.additive import Additive
 from smelt.quantization.schemes.affine import Int2, Int3, Int4, Int8Groupwise
 from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
 from smelt.quantization.schemes.float4 import Mxfp4, Pow2
@@ -36,6 +37,7 @@ _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int4(),
     Int3(),
     Int2(),
+    Additive(),
     Kmeans4(),
     Pow2(),
     Mxfp4(),
@@ -121,13 +123,22 @@ def schemes_by_option() -> dict[str, list[tuple[Scheme, SchemeOption]]]:
     return by_option
 
 
-def bits_per_weight(scheme: Scheme, options: SchemeOptions, width: int = _WIDTH, rows: int = _WIDTH) -> float:
-    """Return the stored bits per weight of a matrix, with scales and zero points.
+def bits_per_weight(
+    scheme: Scheme, options: SchemeOptions, width: int = _WIDTH, rows: int | None = None
+) -> float:
+    """Return the stored bits per weight of a matrix, with scales, zero points and codebooks.
 
     A calibrated value is one number for a whole matrix and does not count.
+
+    Args:
+        scheme: of the matrix.
+        options: its options.
+        width: its inputs.
+        rows: its outputs, which count where a tensor belongs to all rows; None: as many as inputs.
     """
-    specs = [t for t in scheme.stored_tensors(rows, width, options).values() if not t.calibrated]
-    return 8 * sum(stored_bytes(tensor) for tensor in specs) / (rows * width)
+    rows = width if rows is None else rows
+    specs = scheme.stored_tensors(rows, width, options).values()
+    return 8 * sum(stored_bytes(tensor) for tensor in specs if not tensor.calibrated) / (rows * width)
 
 
 def stored_bytes(stored: StoredTensor) -> int:

@@ -220,7 +220,7 @@ def test_blocks_are_tuned_for_float_outputs_on_quantized_inputs(family, tmp_path
 
 
 def test_block_without_gain_is_rounded_to_nearest(tmp_path, monkeypatch):
-    monkeypatch.setattr(module._BlockLoss, "on_other_samples", lambda *_: 1.5)
+    monkeypatch.setattr(module.BlockLoss, "on_other_samples", lambda *_: 1.5)
     source, ctx = run("bert", tmp_path / "out")
     model, plain = harness.load_output_model(ctx), load_model(source)[0]
     assert set(ctx.details["autoround_error"].values()) >= {1.0}
@@ -263,7 +263,7 @@ def test_zeros_of_sparse_model_are_unchanged(tmp_path):
 
 
 def test_non_finite_outputs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(module._BlockLoss, "on_other_samples", lambda *_: float("nan"))
+    monkeypatch.setattr(module.BlockLoss, "on_other_samples", lambda *_: float("nan"))
     with raises_code("non-finite-activations"):
         run("bert", tmp_path / "out", iterations=1)
 

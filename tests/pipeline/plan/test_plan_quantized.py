@@ -237,6 +237,9 @@ def test_suggested_bit_widths_are_accepted_for_target(translator: Path) -> None:
     ("quantize: {scheme: binary}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
     ("quantize: {scheme: kmeans4}, drop-layers: {}, sparsify: {}", "- quantize: {scheme: int8-dynamic}"),
     ("quantize: {low_rank_correction: {rank: 4}}, sparsify: {}", "- finetune: {}"),
+    ("quantize: {scheme: additive}, prune: {}", "- prune: {}"),
+    ("quantize: {scheme: additive}, finetune: {}", "- finetune: {lora: {}}"),
+    ("quantize: {scheme: additive, method: aqlm}, distill: {}", "- distill: {}"),
     ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, prune: {}", "- prune: {}"),
     ("quantize: {scheme: ternary}, distill: {qat: {weight_splitting: true}}, sparsify: {}", "- sparsify: {}"),
 ])  # fmt: skip

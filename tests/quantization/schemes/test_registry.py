@@ -82,6 +82,9 @@ def test_missing_option_is_refused():
     ("pow2", {"group_size": 64}, 4.25), ("mxfp4", {"group_size": 32}, 4.25),
     ("bnb-nf4", {"use_double_quant": False}, 4.5),
     ("bnb-int8", {}, 8 + 32 / 1024),
+    # of 1,024 rows: codes, a float16 for each row, and for each number of the codebooks
+    ("additive", {"num_codebooks": 2, "nbits_per_codebook": 8}, 2 + 16 / 1024 + 2 * 256 * 8 * 16 / 1024**2),
+    ("additive", {"num_codebooks": 3, "nbits_per_codebook": 4}, 1.5 + 16 / 1024 + 3 * 16 * 8 * 16 / 1024**2),
 ])  # fmt: skip
 def test_bits_per_weight_include_scales_and_zero_points(scheme, options, bits):
     assert bits_per_weight(find_scheme(scheme), options, 1024) == bits

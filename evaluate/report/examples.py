@@ -401,11 +401,6 @@ def agreement_text(step: StepReport, name: str) -> str:
     return view.number_text(value)
 
 
-def same_outputs_text(step: StepReport) -> str:
-    """Return the percentage of outputs that equal the baseline's, as a short text."""
-    return view.MISSING_TEXT if step.agreement is None else view.number_text(step.agreement.equal, 1)
-
-
 def counts_text(step: StepReport) -> str:
     """Return `12 worse, 5 better of 1,000 examples`."""
     examples = step.examples

@@ -152,7 +152,7 @@ def _tagged_texts(example: Example, outputs: Mapping[str, Sequence[str]]) -> dic
 def _tagged_text(words: Sequence[str], tags: Sequence[str]) -> str:
     """Return `EU/B-ORG rejects German/B-MISC call`."""
     pairs = zip(words, tags, strict=True)
-    return " ".join(word if tag == OUTSIDE else f"{word}/{tag}" for word, tag in pairs)
+    return " ".join(token if tag == OUTSIDE else f"{token}/{tag}" for token, tag in pairs)
 
 
 def _label_text(example: Example, labels: Sequence[str]) -> str:

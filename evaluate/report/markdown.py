@@ -13,7 +13,7 @@ from typing import Any, Self
 from markupsafe import Markup
 
 from smelt.core.messages import escape_controls
-from smelt.evaluate.report import chart, examples, sensitivity, view
+from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
 from smelt.evaluate.report.verdict import headlines
 from smelt.evaluate.report.verdict_facts import verdict_facts
@@ -48,8 +48,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     parts += [_heading("Steps"), _steps_section(checked)]
     if len(view.metric_names(checked)) > 1:
         parts += [_heading("Quality"), _quality_section(checked)]
-    if folds := view.fold_table(checked):
-        parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(view.FOLDS_LEGEND)]
+    if folds := score_tables.fold_table(checked):
+        parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(score_tables.FOLDS_LEGEND)]
     if losses := chart.find_waterfall(checked):
         parts += [_heading("Changes by stage"), _waterfall_section(losses)]
     if example_groups := examples.steps_by_examples(checked):

@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.tasks import tasks_with
-from smelt.evaluate.report import chart, examples, sensitivity, view
+from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -59,6 +59,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         losses=losses,
         layers=sensitivity.find_layer_table(checked),
         sensitivity=sensitivity,
+        score_tables=score_tables,
         loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
         colors=css_colors,
         trial=limited_run_text(checked),

@@ -412,7 +412,7 @@ def _loss_fields(scored: Scored, metric: str) -> dict[str, Any]:
 
 
 def _not_deployable_text(report: ReportData) -> str:
-    names = ", ".join(step.name for step in report.steps if step.is_measured_elsewhere)
+    names = ", ".join(step.name for step in report.steps if view.measured_elsewhere_text(step))
     if names:
         return f"{names}: measured on the CPU, but made for GPUs. Run the recipe on a machine with a GPU."
     return "no step can be deployed. Add a stage that exports, such as onnx."

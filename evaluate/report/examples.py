@@ -152,7 +152,7 @@ def _tagged_texts(example: Example, outputs: Mapping[str, Sequence[str]]) -> dic
 def _tagged_text(words: Sequence[str], tags: Sequence[str]) -> str:
     """Return `EU/B-ORG rejects German/B-MISC call`."""
     pairs = zip(words, tags, strict=True)
-    return " ".join(word if tag == OUTSIDE else f"{word}/{tag}" for word, tag in pairs)
+    return " ".join(token if tag == OUTSIDE else f"{token}/{tag}" for token, tag in pairs)
 
 
 def _label_text(example: Example, labels: Sequence[str]) -> str:
@@ -399,11 +399,6 @@ def agreement_text(step: StepReport, name: str) -> str:
     if name == "kl_divergence" and value is not None:
         return f"{value:.2e}" if 0 < value < 0.001 else view.number_text(value, 4)
     return view.number_text(value)
-
-
-def same_outputs_text(step: StepReport) -> str:
-    """Return the percentage of outputs that equal the baseline's, as a short text."""
-    return view.MISSING_TEXT if step.agreement is None else view.number_text(step.agreement.equal, 1)
 
 
 def counts_text(step: StepReport) -> str:

@@ -13,9 +13,9 @@ from typing import Any, Self
 from markupsafe import Markup
 
 from smelt.core.messages import escape_controls
-from smelt.evaluate.report import chart, examples, sensitivity, view
+from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
-from smelt.evaluate.report.verdict import verdict_lines
+from smelt.evaluate.report.verdict import headlines
 from smelt.evaluate.report.verdict_facts import verdict_facts
 
 _ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"})
@@ -48,8 +48,8 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     parts += [_heading("Steps"), _steps_section(checked)]
     if len(view.metric_names(checked)) > 1:
         parts += [_heading("Quality"), _quality_section(checked)]
-    if folds := view.fold_table(checked):
-        parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(view.FOLDS_LEGEND)]
+    if folds := score_tables.fold_table(checked):
+        parts += [_heading("Cross-validation"), markdown_table(*folds), Markdown(score_tables.FOLDS_LEGEND)]
     if losses := chart.find_waterfall(checked):
         parts += [_heading("Changes by stage"), _waterfall_section(losses)]
     if example_groups := examples.steps_by_examples(checked):
@@ -98,14 +98,13 @@ def _code(text: str) -> Markdown:
 
 def _header_section(report: ReportData) -> Markdown:
     command = report.verdict.command if report.verdict else None
-    headline, *warnings = verdict_lines(report) or [""]
     fact_line = Markdown("- {}: **{}**, {}")
     facts = [fact_line.format(fact.label, fact.value, fact.rest) for fact in verdict_facts(report)]
     lines = [
         Markdown("# {}: {}").format(view.report_title(report), report.status),
-        *([Markdown("**{}**").format(headline)] if headline else []),
+        *(Markdown("**{}**").format(line) for line in headlines(report)),
         *([_join_lines(facts)] if facts else []),
-        *map(Markdown.escape, warnings),
+        *(Markdown.escape(message) for message in (report.verdict.warnings if report.verdict else ())),
         *([Markdown("In the folder of the run: ") + _code(command)] if command else []),
         _join_lines(Markdown("- {}: {}").format(*entry) for entry in view.run_facts(report)),
     ]

@@ -171,9 +171,13 @@ def quality_warnings(
     warnings = [message for message in messages if message]
     if ungated := [metric for metric in worse_metrics if _lacks_gate(step, scored, metric)]:
         labels = " and ".join(view.metric_label(name) for name in ungated)
-        text = f"{step.name} is also significantly worse by {labels}, without a gate: only"
-        text += f" {view.metric_label(main)} has one. Set gates on {', '.join(ungated)} too."
-        warnings.append(warning("loss-without-gate", text))
+        warnings.append(
+            warning(
+                "loss-without-gate",
+                f"{step.name} is also significantly worse by {labels}, without a gate: only"
+                f" {view.metric_label(main)} has one. Set gates on {', '.join(ungated)} too.",
+            )
+        )
     if not is_worse(scored, main):
         if is_uncertain(scored, main):
             warnings.append(

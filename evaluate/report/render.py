@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.core.messages import Message, escape_controls
 from smelt.data.tasks import tasks_with
-from smelt.evaluate.report import chart, examples, sensitivity, view
+from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
 from smelt.evaluate.report.schema import (
     ReportData,
@@ -21,7 +21,7 @@ from smelt.evaluate.report.schema import (
     StepReport,
     validate_report,
 )
-from smelt.evaluate.report.verdict import limited_run_text, verdict_lines
+from smelt.evaluate.report.verdict import headlines, limited_run_text
 from smelt.evaluate.report.verdict_facts import verdict_facts
 
 _BADGES = {
@@ -59,6 +59,7 @@ def render_html(report: Mapping[str, Any], with_charts: bool = True) -> str:
         losses=losses,
         layers=sensitivity.find_layer_table(checked),
         sensitivity=sensitivity,
+        score_tables=score_tables,
         loss_drawings=_loss_drawings(losses) if losses and with_charts else [],
         colors=css_colors,
         trial=limited_run_text(checked),
@@ -204,10 +205,12 @@ _FACT_INDENT = " " * 11
 def _wrapped_verdict(report: ReportData, width: int) -> list[str]:
     """Return the verdict and its facts, a line for each as far as they fit."""
     lines = [] if report.status == "passed" else [f"Status: {report.status}."]
-    headline, *warnings = verdict_lines(report) or [""]
-    lines += textwrap.wrap(headline, width, break_on_hyphens=False)
+    lines += [
+        line for text in headlines(report) for line in textwrap.wrap(text, width, break_on_hyphens=False)
+    ]
     entries = [(fact.label, fact.text) for fact in verdict_facts(report)]
-    for label, text in [*entries, *(("note", warning) for warning in warnings)]:
+    entries += [("note", str(message)) for message in (report.verdict.warnings if report.verdict else ())]
+    for label, text in entries:
         first = f"  {label}".ljust(len(_FACT_INDENT))
         lines += textwrap.wrap(
             text, width, break_on_hyphens=False, initial_indent=first, subsequent_indent=_FACT_INDENT
@@ -306,4 +309,8 @@ def _legend_lines(report: ReportData, metric: str | None, sizes: list[int], widt
         notes.append(f"Kept from an earlier run in this folder: {', '.join(previous_steps)}.")
     notes += [f"{message.severity}: {message}" for message in report.warnings]
     notes += _warning_lines(report)
-    return [line for text in (" ".join(sentences), *notes) for line in textwrap.wrap(text, width)]
+    return [
+        line
+        for text in (" ".join(sentences), *notes)
+        for line in textwrap.wrap(text, width, break_on_hyphens=False)
+    ]

@@ -54,14 +54,6 @@ def is_step_at_chance(step: Mapping[str, Any]) -> bool:
     return False
 
 
-_GPU_TARGETS = frozenset({"ort-cuda", "tensorrt", "ort-tensorrt"})
-
-
-def is_measured_elsewhere(target: str | None, device: str | None) -> bool:
-    """Return whether a graph for GPUs was measured on the CPU: its times are not those of its target."""
-    return target in _GPU_TARGETS and device == "cpu"
-
-
 RunStatus = Literal["passed", "gate-failed", "error", "interrupted"]
 StepStatus = Literal["done", "cached", "skipped", "error", "not-reached"]
 
@@ -425,11 +417,6 @@ class StepReport(_ReportModel):
     def unscored(self) -> str | None:
         """Why a finished step could not be scored on the machine of the run; None where it was scored."""
         return self.reason if self.status in ("done", "cached") else None
-
-    @property
-    def is_measured_elsewhere(self) -> bool:
-        """Whether the step is a graph for GPUs that was measured on the CPU."""
-        return is_measured_elsewhere(self.target, self.device)
 
     @property
     def failure_texts(self) -> list[str]:

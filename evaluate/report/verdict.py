@@ -216,12 +216,11 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -
             f". Score more samples, or set a gate: gates: {{{gates}}}.",
         ),
     }[reason]
-    scored = best.test if best.test and metric in best.test.against_baseline else best
     return Verdict(
         reason=reason,
         text=f"No step is recommended: {why} {best.name} comes closest{hint}",
         closest=best.name,
-        **_loss_fields(scored, metric),
+        **_loss_fields(best, metric),
     )
 
 
@@ -341,12 +340,13 @@ def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_wors
     """Return the verdict for the chosen step. num_worse: how many others are significantly worse."""
     metric = metrics[0]
     step = pick.step
-    if any(gate.passed is False for gate in view.final_gates(step)):  # on test
-        return _closest("gates-failed", [step], metrics)
+    scores = step.test if step.test and metric in step.test.against_baseline else step
+    if failed := _failed_gates_text(step):  # on test
+        text = f"No step is recommended: {step.name}, chosen on validation, fails {failed} on test."
+        return Verdict(reason="gates-failed", text=text, closest=step.name, **_loss_fields(scores, metric))
     fastest = pick.is_faster
     kind = "fastest" if fastest else "smallest"
     by_cpu = " by CPU time" * (pick.by_cpu_time and fastest)
-    scores = step.test if step.test and metric in step.test.against_baseline else step
     text = f"Recommended: {step.name}, the {kind} step{by_cpu} {_reason_text(step, metrics)}."
     if fastest and pick.equally_fast:
         others = ", ".join(pick.equally_fast)
@@ -412,7 +412,7 @@ def _loss_fields(scored: Scored, metric: str) -> dict[str, Any]:
 
 
 def _not_deployable_text(report: ReportData) -> str:
-    names = ", ".join(step.name for step in report.steps if step.is_measured_elsewhere)
+    names = ", ".join(step.name for step in report.steps if view.measured_elsewhere_text(step))
     if names:
         return f"{names}: measured on the CPU, but made for GPUs. Run the recipe on a machine with a GPU."
     return "no step can be deployed. Add a stage that exports, such as onnx."
@@ -446,11 +446,9 @@ def limited_run_text(report: ReportData) -> str | None:
     return f"A trial on {view.count_text(used_rows.get(report.judged_on, limit), 'sample')}, not a result."
 
 
-def verdict_lines(report: ReportData) -> list[str]:
-    """Return the verdict as sentences, for a terminal and for Markdown: trial, verdict and its cautions."""
-    verdict = report.verdict
-    lines = [limited_run_text(report), *((verdict.text, *map(str, verdict.warnings)) if verdict else ())]
-    return [line for line in lines if line]
+def headlines(report: ReportData) -> list[str]:
+    """Return what stands first in a terminal and in Markdown: whether it is a trial, and the verdict."""
+    return [line for line in (limited_run_text(report), report.verdict and report.verdict.text) if line]
 
 
 def pareto_front(steps: Sequence[Mapping[str, Any]], baseline: str | None = None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.quality_loss import is_worse, judged_metrics
+from smelt.evaluate.report.quality_loss import Scored, is_worse, judged_metrics
 from smelt.evaluate.report.schema import ReportData, StepReport, Verdict
 
 
@@ -88,11 +88,12 @@ def _size_facts(step: StepReport, base: StepReport) -> list[Fact]:
 
 def _quality_facts(report: ReportData, step: StepReport, base: StepReport) -> list[Fact]:
     """Return the first metric, and the others by which the step is significantly worse."""
-    scored, base_scored, split = step, base, report.judged_on
+    pairs: list[tuple[Scored, Scored, str]] = [(step, base, report.judged_on)]
+    if step.test and base.test:
+        pairs.append((step.test, base.test, "test"))
+    scored, base_scored, split = pairs[-1]
     metrics = judged_metrics(report)
     facts = []
-    if step.test and base.test:
-        scored, base_scored, split = step.test, base.test, "test"
     for metric in metrics:
         score, before = scored.quality.get(metric), base_scored.quality.get(metric)
         difference = scored.against_baseline.get(metric)

@@ -18,7 +18,6 @@ from smelt.evaluate.metrics.registry import (
 from smelt.evaluate.report.detail_notes import detail_notes
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
-    ClassReport,
     GateReport,
     GenerationTimings,
     LatencyReport,
@@ -80,20 +79,6 @@ def _tree_branches(
 def metric_names(report: ReportData) -> list[str]:
     """Return the quality metrics of the report in the order of their first occurrence."""
     return list(dict.fromkeys(metric for step in report.steps for metric in step.quality))
-
-
-def class_table(
-    report: ReportData,
-) -> tuple[list[StepReport], list[tuple[str, int, list[ClassReport | None]]]]:
-    """Return the steps with scores by class, and (class, samples, scores of each step) of every class."""
-    steps = [row.step for row in tree_rows(report) if row.step.classes]
-    by_label = [{entry.label: entry for entry in step.classes or ()} for step in steps]
-    labels = dict.fromkeys(label for classes in by_label for label in classes)
-    rows = []
-    for label in labels:
-        scores = [classes.get(label) for classes in by_label]
-        rows.append((label, max(score.n for score in scores if score), scores))
-    return steps, rows
 
 
 def batch_sizes(report: ReportData) -> list[int]:
@@ -291,7 +276,7 @@ def score_texts(scored: StepReport | ScoresOnTest) -> list[str]:
 
 def measured_elsewhere_text(step: StepReport) -> str:
     """Return where a graph for GPUs was measured instead; empty for other steps."""
-    if not step.is_measured_elsewhere:
+    if step.deployable is not False or step.format != "onnx":
         return ""
     verb = "scored and timed" if step.latency else "scored"
     return f"{verb} in {step.runner} on the CPU, not in its runtime ({step.target}), and no candidate."
@@ -459,36 +444,6 @@ def differing_dtype(step: StepReport, base: StepReport | None) -> str | None:
     if base is None or size_ratio(step, base) is None or base.float_dtype in (None, step.float_dtype):
         return None
     return step.float_dtype
-
-
-FOLDS_LEGEND = (
-    "Mean ± standard deviation over the folds: runs of the whole recipe without a part of the training"
-    " samples, scored on that part. Differences from the baseline are paired, on the held-out samples of all"
-    " folds."
-)
-
-
-def fold_table(report: ReportData) -> tuple[list[str], list[list[str]]] | None:
-    """Return head and rows of the scores of cross-validation; None if there was none."""
-    steps = [row.step for row in tree_rows(report) if row.step.folds]
-    if not steps:
-        return None
-    names = list(dict.fromkeys(name for step in steps for name in step.folds))
-    head = ["step", *(text for name in names for text in (metric_label(name), "difference"))]
-    rows = []
-    for step in steps:
-        cells = [step.name]
-        for name in names:
-            fold_score, digits = step.folds.get(name), metric_digits(name)
-            score_text = MISSING_TEXT
-            if fold_score is not None:
-                score_text = f"{number_text(fold_score.mean, digits)} ± {number_text(fold_score.std, digits)}"
-            cells += [score_text, MISSING_TEXT]
-            if fold_score is not None and (change := fold_score.against_baseline) is not None:
-                interval = difference_interval_text(change, name)
-                cells[-1] = f"{difference_text(change, name)} {interval}".rstrip()
-        rows.append(cells)
-    return head, rows
 
 
 # of stages and scores that truncate texts

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import SmeltError
-from smelt.core.files import load_json
 from smelt.core.messages import Message, messages_to_json, warning, with_count
 from smelt.data.splits import Split
 from smelt.evaluate.environment import describe_environment, float_dtype
 from smelt.evaluate.metrics.registry import WINDOW_METRICS
-from smelt.evaluate.report.schema import is_measured_elsewhere, validate_report
+from smelt.evaluate.report.schema import validate_report
 from smelt.evaluate.report.verdict import UNFINISHED, decide, pareto_front, shortlisted
 from smelt.evaluate.report.view import score_texts
 from smelt.evaluate.significance import (
@@ -30,6 +29,7 @@ from smelt.evaluate.significance import (
     metric_interval,
     min_examples,
 )
+from smelt.pipeline.inspect.machine import is_deployable
 from smelt.pipeline.recipe.recipe import EXACT_QUANTITIES, SPEED_METRICS
 
 if TYPE_CHECKING:
@@ -300,12 +300,11 @@ class ReportBuilder:
     def add_step(self, name: str, artifact: Artifact, score: Mapping[str, Any], cached: bool) -> None:
         """Add the scores of a finished step."""
         step, device = self._steps[name], score.get("device")
-        fields = _artifact_fields(name, artifact, cached)
         step.update(
-            fields,
+            _artifact_fields(name, artifact, cached),
             runner=score["runner"].split()[0],
             device=device,
-            deployable=fields["deployable"] and not is_measured_elsewhere(fields["target"], device),
+            deployable=is_deployable(artifact, device),
             warnings=[*messages_to_json(artifact.manifest.warnings), *score["warnings"]],
             quality=dict(score["quality"]),
             classes=score.get("classes"),
@@ -588,7 +587,7 @@ def _artifact_fields(name: str, artifact: Artifact, cached: bool) -> dict[str, A
         "format": artifact.format,
         "target": manifest.details.get("target"),
         "artifact": f"artifacts/{name}",
-        "deployable": _is_deployable(artifact),
+        "deployable": is_deployable(artifact, None),
         "key": artifact.key,
         "parameters": manifest.details.get("parameters"),
         "size_bytes": artifact.size_bytes,
@@ -597,15 +596,3 @@ def _artifact_fields(name: str, artifact: Artifact, cached: bool) -> dict[str, A
         "warnings": messages_to_json(manifest.warnings),
         "details": {k: v for k, v in manifest.details.items() if k not in ("parameters", "target")},
     }
-
-
-def _is_deployable(artifact: Artifact) -> bool:
-    """Return whether an artifact is deployable: all except torch models with quantized layers.
-
-    Torch simulates quantized layers in float, which is slower; such a step is for scoring and export.
-    """
-    structure = artifact.path / "structure.json"
-    if artifact.format != "torch" or not structure.is_file():
-        return True
-    edits = load_json(structure)["edits"]
-    return all(edit["op"] != "quantize" for edit in edits)

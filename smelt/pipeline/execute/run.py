@@ -355,8 +355,8 @@ class _PlanRunner:
             self.artifacts[name] = artifact
             self.report.add_unscored_step(name, artifact, why, cached)
             # a search scores after all steps are built
-            note = "" if self.options.label and why[0] == "scoring-disabled" else f"; not scored: {why[1]}"
-            self._print_step(name, cached, seconds, [f"{artifact.size_bytes / 1e6:.1f} MB{note}"])
+            note = "" if self.options.label and why[0] == "scoring-disabled" else f"not scored: {why[1]}"
+            self._print_step(name, artifact, cached, seconds, note)
             return
         if name == (
             MODEL_STEP if self.plan.recipe.traits.modality == "arrays" else self.plan.recipe.baseline
@@ -373,14 +373,16 @@ class _PlanRunner:
                 completed = self._score(other, self.artifacts[other])
                 self.report.update_scores(other, self.artifacts[other], completed)
                 self.run_folder.write_scores(other, completed)
-        size_text = f"{artifact.size_bytes / 1e6:.1f} MB"
-        self._print_step(name, cached, seconds, [*self.report.score_texts(name), size_text])
+        self._print_step(name, artifact, cached, seconds, "  ".join(self.report.score_texts(name)))
 
-    def _print_step(self, name: str, cached: bool, seconds: float, texts: Sequence[str]) -> None:
-        """Print a finished step in columns: its name, what is known about it, and how long it took."""
+    def _print_step(self, name: str, artifact: Artifact, cached: bool, seconds: float, scores: str) -> None:
+        """Print a finished step in columns: its name, how long it took, its size and its scores."""
         width = max(map(len, (MODEL_STEP, *(step.name for step in self.plan.steps))))
-        took = [] if name == MODEL_STEP else ["from the store" if cached else duration_text(seconds)]
-        self.display.print_line("  ".join([name.ljust(width), *texts, *took]), brief=not cached)
+        took = "" if name == MODEL_STEP else "stored" if cached else duration_text(seconds)
+        size = f"{artifact.size_bytes / 1e6:.1f} MB"
+        self.display.print_line(
+            f"{name:<{width}}  {took:>12}  {size:>10}  {scores}".rstrip(), brief=not cached
+        )
 
     def _unscored_reason(self, name: str, artifact: Artifact) -> str | None:
         """Return why the machine that built an artifact cannot score it, or None."""

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.artifact import Artifact, Format
+from smelt.core.files import load_json
 from smelt.core.system import child_environment, install_command, package_problem, python_command
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
 from smelt.stage import Settings, Stage
 
 _BUILDER_TIMEOUT_SECONDS = 60
+_GPU_TARGETS = frozenset({"ort-cuda", "tensorrt", "ort-tensorrt"})
 _CUDA_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
@@ -104,6 +106,22 @@ def cuda_missing_reason() -> str | None:
             " https://pytorch.org/get-started/locally, or set device: cpu."
         )
     return None
+
+
+def is_deployable(artifact: Artifact, device: str | None) -> bool:
+    """Return whether an artifact can be deployed as it was measured.
+
+    Torch simulates quantized layers in float, which is slower: such a step is for scoring and export. The
+    times of a graph for GPUs that was measured on the CPU are not those of its runtime.
+
+    Args:
+        artifact: any.
+        device: where it was measured; None if it was not.
+    """
+    if artifact.format != "torch":
+        return not (artifact.manifest.details.get("target") in _GPU_TARGETS and device == "cpu")
+    structure = artifact.path / "structure.json"
+    return not structure.is_file() or all(edit["op"] != "quantize" for edit in load_json(structure)["edits"])
 
 
 def artifact_device(artifact: Artifact, requested: str) -> str:

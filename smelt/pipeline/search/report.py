@@ -292,8 +292,9 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
         sentences.append(f"A search on at most {report['limit']} samples per split, not a result.")
     if any(point["deployable"] is False for point in report["front"]):
         sentences.append(
-            "The last step cannot be deployed: torch computes its quantized layers in float. Add a stage that"
-            " exports, such as onnx, and search again."
+            "The last step cannot be deployed here: torch computes quantized layers in float, and graphs for"
+            " GPUs were measured on the CPU. Add a stage that exports for this machine, such as onnx with"
+            " target ort-cpu, and search again."
         )
     if not report["front"]:
         nearest = report["nearest"]

@@ -61,13 +61,14 @@ def _report(home, on, out, code, monkeypatch):
 
 
 def test_validation_judges_gates_and_selected_step_is_scored_on_test(home, tmp_path, monkeypatch):
-    report, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    report, steps = _report(home, "validation", tmp_path / "v", 3, monkeypatch)  # of test
     assert report["judged_on"] == "validation"
     assert {step["quality"]["chrf"]["n"] for step in steps.values()} == {6}
     assert steps["whole"]["quality"]["chrf"]["value"] > 90
     assert steps["whole"]["gates"][0]["passed"]
     tested = {name: step["test"] for name, step in steps.items() if step["test"]}
-    assert set(tested) == {"model", "small"}  # the baseline, and the smallest of what keeps its gates
+    # the baseline, the smallest of what keeps its gates, and the step that it comes from
+    assert set(tested) == {"model", "small", "quantize"}
     scored = harness.smelt("eval", tmp_path / "v/artifacts/small", "--data", home / "test.jsonl", "--json",
                            "--metric", "chrf", "--max-new-tokens", "6")  # fmt: skip
     assert tested["small"]["quality"]["chrf"]["n"] == 8
@@ -77,14 +78,13 @@ def test_validation_judges_gates_and_selected_step_is_scored_on_test(home, tmp_p
     assert difference == pytest.approx(values[0] - values[1])
     assert [gate["passed"] for gate in tested["small"]["gates"]] == [False]
     verdict = report["verdict"]
-    assert (verdict["step"], verdict["reason"]) == ("small", "smallest")
+    assert (verdict["step"], verdict["reason"], verdict["closest"]) == (None, "gates-failed", "small")
     assert verdict["difference"]["difference"] == difference
-    assert verdict["command"] == "smelt package artifacts/small"
     text = " ".join(render_table(report).split())
     assert verdict["text"] in text
-    assert "'small': gate chrF min 30.00 " in text
-    assert f"chrF on test: model {values[1]:.2f}" in text
-    assert f"small {values[0]:.2f}" in text
+    assert f"'small': gate failed: chrF {values[0]:.2f} (at least 30.00)" in text
+    assert f"quality {values[1]:.2f} → {values[0]:.2f} chrF" in text
+    assert f"'model' on test: chrF {values[1]:.2f}" in text
     assert "On test" in (tmp_path / "v/report.md").read_text()
     assert validate_report(report).judged_on == "validation"
 
@@ -98,7 +98,7 @@ def test_gate_judged_on_test_fails(home, tmp_path, monkeypatch):
 
 
 def test_package_readme_has_test_score_of_selected_step(home, tmp_path, monkeypatch):
-    _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    _, steps = _report(home, "validation", tmp_path / "v", 3, monkeypatch)
     for name, split in (("small", "test"), ("whole", "validation")):
         out = tmp_path / name
         package = smelt.package(tmp_path / "v/artifacts" / name, out=out)
@@ -113,8 +113,8 @@ def test_package_readme_has_test_score_of_selected_step(home, tmp_path, monkeypa
 def test_package_of_step_with_failed_gate_warns(home, tmp_path, monkeypatch):
     _report(home, "test", tmp_path / "t", 3, monkeypatch)
     output = harness.smelt("package", tmp_path / "t/artifacts/whole", "--out", tmp_path / "p")
-    assert "gate chrF min 30.00 is failed" in output.output
-    assert "gate chrF min 30.00 is failed" in (tmp_path / "p/README.md").read_text().replace("\\", "")
+    assert "gate chrF at least 30.00 is failed" in output.output
+    assert "gate chrF at least 30.00 is failed" in (tmp_path / "p/README.md").read_text().replace("\\", "")
     trial = harness.smelt(
         "run",
         home / "validation.yaml",
@@ -126,7 +126,7 @@ def test_package_of_step_with_failed_gate_warns(home, tmp_path, monkeypatch):
         "--store",
         home / "s",
     )
-    assert trial.exit_code == 0, trial.output
+    assert trial.exit_code == 3, trial.output  # of test
     output = harness.smelt("package", tmp_path / "l/artifacts/whole", "--out", tmp_path / "q")
     assert "A trial on 4 samples" in output.output
 
@@ -158,5 +158,5 @@ def test_warnings_of_test_score_are_warnings_of_step(home, tmp_path, monkeypatch
         return result | {"warnings": [make_message("one was cut")]} if on_test else result
 
     monkeypatch.setattr(run._PlanRunner, "_score", score_with_warning)
-    _, steps = _report(home, "validation", tmp_path / "v", 0, monkeypatch)
+    _, steps = _report(home, "validation", tmp_path / "v", 3, monkeypatch)
     assert make_message("on test: one was cut") in steps["small"]["warnings"]

@@ -106,7 +106,7 @@ def test_report_states_that_engine_requires_gpu(done):
     for text in (folder / "report.md", folder / "report.html"):
         assert "not scored" in text.read_text()
         assert engine["reason"] in text.read_text()
-    assert "'engine' is not scored: scoring needs a CUDA GPU" in " ".join(result.stdout.split())
+    assert "'engine': not scored: scoring needs a CUDA GPU" in " ".join(result.stdout.split())
 
 
 def test_gate_on_unscored_engine_is_not_judged(done):
@@ -118,7 +118,7 @@ def test_gate_on_unscored_engine_is_not_judged(done):
     assert [gate["passed"] for gate in steps["graphs"]["gates"]] == [True]
     # the recipe wants this gate and the step is not optional: nobody should deploy on it
     assert (report["status"], result.returncode) == ("gate-failed", 3)
-    assert "gate not judged at 'engine': Accuracy min 0.00\n" in result.stdout
+    assert "'engine': gate not judged: Accuracy – (at least 0.00)\n" in result.stdout
 
 
 def test_cached_optional_engine_does_not_fail_run(home, smelt, done):

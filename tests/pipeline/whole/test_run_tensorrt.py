@@ -103,6 +103,9 @@ def test_report_states_that_engine_requires_gpu(done):
     assert (engine["quality"], engine["latency"], engine["runner"]) == ({}, [], None)
     assert "engine" not in report["pareto_front"]
     assert steps["graphs"]["quality"]["accuracy"]["n"] == 8
+    # its graphs were scored on the CPU, which is not their runtime
+    assert (steps["graphs"]["device"], steps["graphs"]["deployable"]) == ("cpu", False)
+    assert "scored in onnxruntime on the CPU" in " ".join(result.stdout.split())
     for text in (folder / "report.md", folder / "report.html"):
         assert "not scored" in text.read_text()
         assert engine["reason"] in text.read_text()

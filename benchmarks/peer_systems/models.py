@@ -97,6 +97,7 @@ def bert(folder: Path, _: Path) -> None:
 def llama(folder: Path, texts: Path) -> None:
     """A Llama of 100 million parameters; its tokenizer (BPE on bytes) is trained on `texts`."""
     import tokenizers
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
@@ -112,7 +113,11 @@ def llama(folder: Path, texts: Path) -> None:
         eos_token_id=1,
         pad_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # as trained ones: an exporter removes weights of 1, and ORT then fuses no norm
+            torch.nn.init.normal_(parameter, 1, 0.1)
+    model.save_pretrained(folder)
     reader = tokenizers.Tokenizer(tokenizers.models.BPE())
     reader.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     reader.decoder = tokenizers.decoders.ByteLevel()

@@ -82,15 +82,15 @@ def map_batches(
 
     workers: number of threads; each computes one batch at a time. After an exception no batch is begun.
     """
-    own = own_batches(batches)
+    share = own_batches(batches)
     if workers == 1:
-        for number, batch in own:
+        for number, batch in share:
             yield batch, compute(number, batch)
         return
     pool = ThreadPoolExecutor(workers)
     try:
-        results = pool.map(lambda item: compute(*item), own)
-        for (_, batch), result in zip(own, results, strict=True):
+        results = pool.map(lambda item: compute(*item), share)
+        for (_, batch), result in zip(share, results, strict=True):
             yield batch, result
     finally:
         pool.shutdown(cancel_futures=True)

@@ -41,7 +41,7 @@ from smelt.generation.backend import (
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
-from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session
+from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session, use_huge_pages
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
 # it is empty
@@ -108,8 +108,8 @@ def bind_inplace_cache(
         binding.bind_ortvalue_output(output_name, value)
 
 
-# Size of graph files, in bytes, from which a second copy of their weights matters: every session packs its
-# own
+# Size of graph files, in bytes, from which a second copy of their weights matters (every session packs its
+# own), and the kind of memory pages
 _LARGE_GRAPH_BYTES = 32 * 2**20
 _NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
@@ -467,6 +467,8 @@ class OnnxBackend:
     def _open(self, graph: GraphInterface) -> Any:
         path = _require_graph_file(self._folder, graph)
         session = self._opens(path, self._threads)
+        if self._large and self.device == "cpu":
+            use_huge_pages()
         inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
         if missing := (graph.inputs - inputs) | (graph.outputs - outputs):
             raise InputError(

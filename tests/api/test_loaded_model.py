@@ -166,7 +166,7 @@ WORKER_CALLS = {
 
 
 @pytest.mark.parametrize("kind", WORKER_CALLS)
-def test_results_of_workers_equal_those_of_one_worker(kind):
+def test_workers_return_the_same_results_as_one_worker(kind):
     """Samples too: random draws depend on the number of the batch, not on when it is computed."""
     artifact, call, texts = exported_artifacts.exported_artifact(kind), WORKER_CALLS[kind], tiny.SENTENCES * 3
     with smelt.load(artifact, threads=1) as one, smelt.load(artifact, threads=1, workers=3) as three:

@@ -230,3 +230,13 @@ def test_reserved_graph_is_open_until_its_call_ends(monkeypatch):
         assert +alive.now == {"model": 1}
         assert (search(runner, "greedy"), search(runner, "sampling")) == (greedy, sampled)
         assert alive.opened == {"generate": 1, "model": 1}
+
+
+@pytest.mark.parametrize(("large_bytes", "is_moved"), [(1, True), (2**40, False)])
+def test_only_large_graphs_are_moved_to_huge_pages(monkeypatch, large_bytes, is_moved):
+    moved = []
+    monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", large_bytes)
+    monkeypatch.setattr(onnx_backend, "use_huge_pages", lambda: moved.append(1))
+    with opened(exported_artifacts.exported_artifact("translator")) as runner:
+        runner.backend.input_shapes("encoder_model")
+    assert bool(moved) is is_moved

@@ -1,9 +1,13 @@
+import mmap
+import re
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.runtimes.onnx_session import lacks_vnni, open_onnx_session
+from smelt.runtimes.onnx_session import lacks_vnni, open_onnx_session, resident_addresses, use_huge_pages
 
 
 @pytest.mark.parametrize(("flags", "lacking"), [
@@ -58,3 +62,38 @@ def test_memory_patterns_are_off_where_sizes_depend_on_the_mask(tmp_path, name, 
         onnx.save(model, tmp_path / f"{file}.onnx")
     session = open_onnx_session(tmp_path / f"{name}.onnx", threads=1)
     assert session.get_session_options().enable_mem_pattern is uses_patterns
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _SETTING.is_file() or "[never]" in _SETTING.read_text(), reason="this system has no huge pages"
+)
+def test_touched_memory_has_the_same_values_in_huge_pages():
+    with mmap.mmap(-1, 32 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+        values = np.frombuffer(block, dtype=np.int64)
+        start, half = values.ctypes.data, 16 * 2**20
+        block[:half] = np.arange(half // 8).tobytes()  # the other half is untouched
+        addresses = resident_addresses(start, start + 2 * half)
+        assert len(addresses) in (7, 8)
+        assert all(start <= address <= start + half - 2**21 for address in addresses)
+        if not use_huge_pages():
+            pytest.skip("before Linux 6.1, or no free memory is contiguous")
+        smaps = Path("/proc/self/smaps").read_text()
+        (sizes,) = [
+            (int(match[3]), int(match[4]))
+            for match in _SMAPS_ENTRY.finditer(smaps)
+            if int(match[1], 16) <= start < int(match[2], 16)
+        ]
+        resident_kb, huge_kb = sizes
+        assert huge_kb >= 2048 * len(addresses)
+        assert resident_kb < huge_kb + half // 1024
+        np.testing.assert_array_equal(values[: half // 8], np.arange(half // 8))
+        del values
+
+
+_SMAPS_ENTRY = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:\w+: .*\n)*?Rss: +(\d+) kB\n(?:\w+: .*\n)*?AnonHugePages: +(\d+) kB",
+    re.MULTILINE,
+)

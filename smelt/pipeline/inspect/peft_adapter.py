@@ -130,12 +130,12 @@ def _head_of(config: Mapping[str, Any]) -> str:
 def _num_labels(folder: Path) -> int | None:
     """Return the outputs of the head in the adapter's file: rows of the narrowest matrix stored whole."""
     header = read_header(folder / _ADAPTER_WEIGHTS)
-    whole = [
+    row_counts = [
         entry["shape"][0]
         for name, entry in header.items()
         if name.endswith(".weight") and ".lora_" not in name and len(entry["shape"]) == 2
     ]
-    return min(whole, default=None)
+    return min(row_counts, default=None)
 
 
 def merge_adapter(adapter: PeftAdapter, base: Path, out: Path) -> None:

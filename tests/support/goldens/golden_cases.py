@@ -222,6 +222,9 @@ CASES: dict[str, Case] = {
         allowed_error=ROTATION_TOLERANCE,
     ),
     "quantize marian, bnb-nf4": Case("quantize", "marian", NF4),
+    "quantize marian, bnb-nf4 of quantized scales": Case(
+        "quantize", "marian", NF4 | {"use_double_quant": True}
+    ),
     "onnx marian": Case("onnx", "short marian"),
     "onnx t5": Case("onnx", "short t5"),
     "onnx gpt2": Case("onnx", "short gpt2"),
@@ -244,6 +247,9 @@ CASES: dict[str, Case] = {
     "onnx bert, pow2": Case("onnx", "short bert", {}, (("quantize", POW2),)),
     "onnx bert, ternary": Case("onnx", "short bert", {}, (("quantize", TERNARY),)),
     "onnx bert, bnb-nf4": Case("onnx", "short bert", {}, (("quantize", NF4),)),
+    "onnx bert, binary of 4-bit activations": Case(
+        "onnx", "short bert", {}, (("quantize", BINARY | {"activation_bits": 4}),)
+    ),
     "onnx bert, binary": Case("onnx", "short bert", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
     "onnx bert, for TensorRT": Case("onnx", "short bert", {"target": "tensorrt", "dtype": "fp16"}),

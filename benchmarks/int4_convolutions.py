@@ -52,7 +52,7 @@ def _model(bits: int) -> Any:
         constants += tensors
         convolution = helper.make_node("Conv", [f"x{index}", f"w{index}"], [f"y{index}"], pads=[1] * 4)
         nodes += [*dequantize, convolution, helper.make_node("Relu", [f"y{index}"], [f"x{index + 1}"])]
-    shape = ["batch", CHANNELS, SIZE, SIZE]
+    shape: list[str | int | None] = ["batch", CHANNELS, SIZE, SIZE]
     ends = [helper.make_tensor_value_info(f"x{n}", TensorProto.FLOAT, shape) for n in (0, LAYERS)]
     graph = helper.make_graph(nodes, "convolutions", ends[:1], ends[1:], constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -14,6 +14,7 @@ from smelt.data.splits import Columns
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.recipe.yaml_file import yaml_scalar
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, STATIC_SCHEME
 
 _LABEL_ROWS = 2000  # that are read to list the labels
 _MAX_LABELS = 100
@@ -69,9 +70,9 @@ def module_recipe_text(
     splits = {*(info.splits if info else _PLACEHOLDERS), *(info.fractions if info else ())}
     calibrated = bool(splits & {"calibration", "train"})
     is_text = task_traits(options.task).modality == "text"
-    schemes = ["int8-dynamic" if is_text or not calibrated else "int8-static"]
+    first = DEFAULT_SCHEME if is_text or not calibrated else STATIC_SCHEME
     head = [*_model_lines(options, info, path, relative), *_data_lines(options.task, info, relative)]
-    for scheme in (*schemes, None):
+    for scheme in (first, None):
         text = "\n".join([*head, *_stage_lines(scheme), ""])
         if not data:
             return text

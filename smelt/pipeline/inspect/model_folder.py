@@ -30,7 +30,6 @@ from smelt.models.families.registry import (
     is_token_embedding,
     lacks_head,
 )
-from smelt.models.families.torch_module import MODULE_FAMILIES
 from smelt.models.quantization_config import (
     QUANTIZATION_CONFIG_KEY,
     new_head_message,
@@ -390,12 +389,9 @@ def unknown_family_message(kind: str, task: Task | None = None) -> Message:
     No similar name is suggested: model_type is written by programs, and similar names are other
     architectures.
     """
-    if kind in MODULE_FAMILIES:
-        return error_message(
-            "user-module",
-            "this is the artifact of a PyTorch module of your own. Start from its recipe, or write one for"
-            " the module: smelt init --module NAME --weights FILE (docs/how-to/pytorch-modules.md).",
-        )
+    if (family := find_family({"model_type": kind})) and family.is_user_module:
+        text = "an artifact of your own PyTorch module. Use its recipe, or `smelt init --module NAME`"
+        return error_message("user-module", f"{text} (docs/how-to/pytorch-modules.md).")
     tasks = [name for name, families in FAMILIES_BY_TASK.items() if kind in families]
     if tasks and task:
         return error_message(

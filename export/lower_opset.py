@@ -162,7 +162,7 @@ def elementwise_layer_norms(opset: int) -> Iterator[None]:
     """
     original = torch.layer_norm
     if opset < LAYER_NORM_OPSET:
-        torch.layer_norm = _layer_norm
+        torch.layer_norm = _layer_norm  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def executor_option(command: Any) -> Any:
 
 
 @click.command(short_help="Write a first recipe for a model.")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "--data",
     multiple=True,
@@ -118,9 +118,14 @@ def executor_option(command: Any) -> Any:
 @sample_options
 @click.option("--fast", is_flag=True, help="Propose stronger compression with longer training.")
 @click.option("--serve", is_flag=True, help="Propose int8 whose answers do not depend on other requests.")
+@click.option("--module", metavar="NAME", help="Instead of MODEL: a PyTorch module, package.module:function.")
+@click.option("--weights", type=click.Path(path_type=Path), help="The module's state_dict, .safetensors.")
+@click.option("--image-size", type=click.IntRange(1), help="A module of images: pixels per side.")
+@click.option("--processor", type=click.Path(path_type=Path), help="Instead: preprocessor_config.json.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A module of texts: tokenizer's folder.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(
-    model: str,
+    model: str | None,
     data: tuple[Path, ...],
     out: str | None,
     task: Any,
@@ -128,17 +133,28 @@ def init(
     source_language: str | None,
     target_language: str | None,
     fast: bool,
-    serve: bool,
     force: bool,
+    **others: Any,
 ) -> None:
-    """Write a first recipe for MODEL (a folder, a hub id or an .onnx file)."""
+    """Write a first recipe for MODEL (a folder, a hub id or an .onnx file), or for a PyTorch module."""
     from smelt.pipeline.inspect.data_files import parse_columns
-    from smelt.pipeline.inspect.init_recipe import InitOptions, init_recipe
+    from smelt.pipeline.inspect.init_module import ModuleOptions
+    from smelt.pipeline.inspect.init_recipe import InitOptions, init_module_recipe, init_recipe
 
+    serve = others.pop("serve")
+    if (model is None) == (others["module"] is None):
+        raise click.UsageError("Name either MODEL or --module.")
+    if model is not None and any(value is not None for value in others.values()):
+        raise click.UsageError("--weights, --image-size, --processor and --tokenizer belong to --module.")
+    if model is None and (others["weights"] is None or task or fast or serve):
+        raise click.UsageError("--module needs --weights, and is not used with --task, --fast and --serve.")
     _require_task(task)
     column_names = parse_columns(columns).model_dump(exclude_unset=True)
     options = InitOptions(task, column_names, (source_language, target_language), fast, serve)
-    text, path = init_recipe(model, data, out, task, force, options)
+    if model is not None:
+        text, path = init_recipe(model, data, out, task, force, options)
+    else:
+        text, path = init_module_recipe(ModuleOptions(**others, columns=column_names), data, out, force)
     if path is None:
         print_result(text.removesuffix("\n"))
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import textwrap
@@ -23,6 +22,7 @@ from smelt.data.tasks import Task
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
+from smelt.pipeline.inspect.init_module import ModuleOptions, module_recipe_text
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
 from smelt.pipeline.inspect.init_stages import (
     MIN_SHORTLIST_ROWS,
@@ -35,7 +35,7 @@ from smelt.pipeline.inspect.init_stages import (
     training_time_text,
 )
 from smelt.pipeline.inspect.model_info import ModelInfo, inspect_model, is_onnx
-from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.pipeline.recipe.yaml_file import parse_yaml, yaml_scalar
 from smelt.tasks.registry import task_spec
 
 _PLACEHOLDERS = {s: Path(f"data/{s}.jsonl") for s in ("train", "validation", "test")}
@@ -108,13 +108,7 @@ def init_recipe(
             " file with training samples (--data).",
             code="missing-data",
         )
-    path = None if out == "-" else Path(out or f"{_model_name(model)}.yaml")
-    if path is not None and path.exists() and not force:
-        raise InputError(
-            f"{path}: the file exists. Choose another with --out, or overwrite it with --force.",
-            code="file-exists",
-            file=str(path),
-        )
+    path = _out_path(out, f"{_model_name(model)}.yaml", force)
     base = (path.parent if path is not None else Path()).resolve()
     text = recipe_text(
         model,
@@ -131,6 +125,45 @@ def init_recipe(
     if path is not None:
         write_atomically(path, text)
     return text, path
+
+
+def init_module_recipe(
+    options: ModuleOptions, data: Sequence[Path] = (), out: str | None = None, force: bool = False
+) -> tuple[str, Path | None]:
+    """Write a recipe for a PyTorch module; arguments and result as of `init_recipe`.
+
+    Raises:
+        InputError: the module or the data is invalid, or the file exists.
+    """
+    path = _out_path(out, f"{options.module.rpartition(':')[2]}.yaml", force)
+    base = (path.parent if path is not None else Path()).resolve()
+    file = path or Path("RECIPE.yaml")
+    text = module_recipe_text(
+        options,
+        data,
+        file,
+        lambda each: _recipe_path(each, base),
+        lambda text: _require_valid_plan(text, base / file.name),
+    )
+    if path is not None:
+        write_atomically(path, text)
+    return text, path
+
+
+def _out_path(out: str | None, name: str, force: bool) -> Path | None:
+    """Return the recipe's file, `name` without `out`; None if it is printed.
+
+    Raises:
+        InputError: `file-exists`.
+    """
+    path = None if out == "-" else Path(out or name)
+    if path is not None and path.exists() and not force:
+        raise InputError(
+            f"{path}: the file exists. Choose another with --out, or overwrite it with --force.",
+            code="file-exists",
+            file=str(path),
+        )
+    return path
 
 
 def _task_of_data(data: Sequence[Path], model_info: ModelInfo, columns: Mapping[str, str]) -> Task:
@@ -150,12 +183,7 @@ def _init_onnx_recipe(
     model: str, data: Sequence[Path], out: str | None, task: Task | None, force: bool, options: InitOptions
 ) -> tuple[str, Path | None]:
     """As `init_recipe`, for an ONNX model."""
-    path = None if out == "-" else Path(out or f"{Path(_model_name(model)).stem}.yaml")
-    if path is not None and path.exists() and not force:
-        raise InputError(
-            f"{path}: the file exists. Choose another with --out, or overwrite it with --force.",
-            code="out-exists",
-        )
+    path = _out_path(out, f"{Path(_model_name(model)).stem}.yaml", force)
     base = (path.parent if path is not None else Path()).resolve()
     text = onnx_recipe_text(
         model, data, task, path or Path("RECIPE.yaml"), base, options.columns, options.serve
@@ -260,7 +288,7 @@ def recipe_text(
     )
     model_name = model if model_info.folder is None else path_text
     header = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
-    lines = [*header, f"model: {_yaml_scalar(model_name)}"]
+    lines = [*header, f"model: {yaml_scalar(model_name)}"]
     if len(model_info.tasks) > 1:
         other_tasks = ", ".join(t for t in model_info.tasks if t != model_info.task)
         lines += _comment_lines(f"Other tasks of this family: {other_tasks}")
@@ -271,15 +299,15 @@ def recipe_text(
     ]
     for name in (n for n in get_args(SplitName) if n in splits):
         file = splits[name]
-        lines.append(f"  {name}: {_yaml_scalar(_recipe_path(file, base) if data else file.as_posix())}")
+        lines.append(f"  {name}: {yaml_scalar(_recipe_path(file, base) if data else file.as_posix())}")
     if data and data.fractions:
         fractions_text = ", ".join(f"{name}: {share}" for name, share in data.fractions.items())
         lines.append(f"  split: {{{fractions_text}}}    # taken from train at random")
     if data and data.columns:
-        named_columns = ", ".join(f"{role}: {_yaml_scalar(name)}" for role, name in data.columns.items())
+        named_columns = ", ".join(f"{role}: {yaml_scalar(name)}" for role, name in data.columns.items())
         lines.append(f"  columns: {{{named_columns}}}    # inferred from the first sample")
     if all(model_info.languages):
-        source, target = map(_yaml_scalar, map(str, model_info.languages))
+        source, target = map(yaml_scalar, map(str, model_info.languages))
         lines += [f"  source_language: {source}", f"  target_language: {target}"]
     lines += ["stages:", *(line for step in steps for line in step_lines(step))]
     lines += _score_lines(model_info)
@@ -398,14 +426,3 @@ def _recipe_path(path: Path, base: Path) -> str:
     """Return the path relative to `base`; absolute paths are kept."""
     path = path.expanduser()
     return path.as_posix() if path.is_absolute() else _relative_path(path, base)
-
-
-def _yaml_scalar(text: str) -> str:
-    """Return `text` as a YAML string, quoted only if needed."""
-    try:
-        is_plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {
-            "a": text
-        }
-    except InputError:
-        is_plain = False
-    return text if is_plain else json.dumps(text, ensure_ascii=False)

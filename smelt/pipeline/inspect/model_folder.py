@@ -340,6 +340,9 @@ def unknown_family_message(kind: str, task: Task | None = None) -> Message:
     No similar name is suggested: model_type is written by programs, and similar names are other
     architectures.
     """
+    if (family := find_family({"model_type": kind})) and family.is_user_module:
+        text = "an artifact of your own PyTorch module. Use its recipe, or `smelt init --module NAME`"
+        return error_message("user-module", f"{text} (docs/how-to/pytorch-modules.md).")
     tasks = [name for name, families in FAMILIES_BY_TASK.items() if kind in families]
     if tasks and task:
         return error_message(

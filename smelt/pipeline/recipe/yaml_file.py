@@ -7,6 +7,7 @@ is a number (https://yaml.org/spec/1.2.2/#103-core-schema).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Hashable
@@ -258,6 +259,17 @@ class _NodeConverter:
 
     def _note_error(self, path: KeyPath, message: str, line: int, code: str) -> None:
         self.document.errors.append((path, message, line, code))
+
+
+def yaml_scalar(text: str) -> str:
+    """Return `text` as a YAML string, quoted only if needed."""
+    try:
+        is_plain = not any(c in text for c in "{}[],#:\n") and parse_yaml(f"a: {text}", "").value == {
+            "a": text
+        }
+    except InputError:
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def dump_yaml(value: Any) -> str:

@@ -49,7 +49,7 @@ def test_logits_are_hintons_divergence_over_the_last_axis():
     ({}, (0.0, 1.0)), ({"logits": 1.0}, (1.0, None)), ({"outputs": 0.5, "logits": 2}, (2, 0.5)),
     ({"hidden_states": 1.0}, (0.0, None)),
 ])  # fmt: skip
-def test_outputs_are_logits_only_if_the_recipe_says_so(losses, expected):
+def test_outputs_are_logits_only_if_logits_have_a_weight(losses, expected):
     resolved = weights(**losses)
     assert (resolved.logits, resolved.outputs) == expected
 

@@ -25,7 +25,7 @@ def finished_steps(recipe, out):
     return {step["name"]: step for step in steps}
 
 
-def test_text_cnn_goes_through_all_stages(tmp_path):
+def test_text_cnn_passes_all_stages(tmp_path):
     recipe = text_modules.write_recipe(text_modules.write_module(tmp_path), stages=(
         "finetune: {epochs: 5, learning_rate: 0.01, num_evals: 1, precision: fp32}\n    name: trained",
         "sparsify: {method: wanda, sparsity: 0.5, calibration_samples: 16}",

@@ -73,6 +73,13 @@ class TechniqueTrainingSettings(TrainingSettings):
                 "set only one of lora, sparsify and learned_masks",
                 code="settings-conflict",
             )
+        replaced = [name for name in ("qat", "sparsify", "learned_masks") if getattr(self, name) is not None]
+        if self.torch_compile and replaced:
+            raise SettingError(
+                f"{replaced[0]} changes layers between updates, which torch_compile would compile again each"
+                " time; remove one of them",
+                code="settings-conflict",
+            )
         return self
 
 

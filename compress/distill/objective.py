@@ -17,6 +17,7 @@ from smelt.compress.distill.module_losses import ModuleLosses
 from smelt.compress.distill.settings import DistillSettings, module_pairs
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
+from smelt.data.labels import NO_CLASS
 from smelt.models.text_rules import is_sentence_model
 from smelt.models.user_module import UserModuleForArrays
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, PIXEL_VALUES, read_processor
@@ -224,6 +225,8 @@ class DistillObjective:
         cached_teacher: CachedTeacher | None = None,
     ) -> None:
         self._teacher, self._settings = teacher, settings
+        if settings.torch_compile and cached_teacher is None:
+            teacher.compile(dynamic=True)
         self._inner, self._cached_teacher = inner, cached_teacher
         self._label_groups: Sequence[Sequence[int]] | None = getattr(teacher, "label_groups", None)
         self._is_embedder, self._run_model = is_sentence_model(teacher), _teacher_call(teacher)
@@ -289,6 +292,8 @@ def _output_loss(
     label_groups: of teachers with different labels, as in `restricted_divergence`.
     """
     weights = settings.losses
+    if settings.train_on == "both" and weights.labels and bool((labels == NO_CLASS).any()):
+        return _mixed_loss(model, logits, wanted, labels, settings, terms)
     reverse = weights.reverse_kl or 0.0
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
     if label_groups is not None and targets is not None:
@@ -320,6 +325,36 @@ def _output_loss(
         logits_weight=weights.logits, reverse_weight=reverse, terms=terms,
     )  # fmt: skip
     return bucket_loss if loss is None else loss + bucket_loss
+
+
+def _mixed_loss(
+    model: Any,
+    logits: Tensor,
+    wanted: Any,
+    labels: Tensor,
+    settings: DistillSettings,
+    terms: dict[str, Tensor],
+) -> Tensor:
+    """Return the loss of a batch in which some samples have no label (`NO_CLASS`); as `_output_loss`.
+
+    All samples have the losses on the teacher's outputs, the others also that with the labels; each loss is
+    the sum over its samples, divided by all samples.
+    """
+    losses = settings.losses
+    without = settings.model_copy(update={"losses": losses.model_copy(update={"labels": 0.0})})
+    loss = _output_loss(model, logits, wanted, labels.clamp(min=0), without, terms, None)
+    labeled = labels != NO_CLASS
+    if not bool(labeled.any()):
+        terms["labels"] = loss.detach().new_zeros(())
+        return loss
+    share, label_terms = float(labeled.float().mean()), dict[str, Tensor]()
+    label_loss = classification_loss(
+        getattr(model, "module", model).config, logits[labeled], labels[labeled],
+        labels_weight=(losses.labels or 0.0) * share,
+        smoothing=settings.label_smoothing if model.training else 0.0, terms=label_terms,
+    )  # fmt: skip
+    terms.update(label_terms)
+    return loss + label_loss
 
 
 def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:

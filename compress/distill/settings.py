@@ -370,7 +370,8 @@ class DistillSettings(TechniqueTrainingSettings):
     )
     train_on: Literal["labeled", "unlabeled", "both"] = Field(
         default="labeled",
-        description="samples of data.train, of data.unlabeled, or both",
+        description="samples of data.train, of data.unlabeled, or both; the loss with labels then counts for"
+        " those of train only",
     )
     augmentation: AugmentationSettings | None = Field(
         default=None, description="add copies of the training texts with replaced words, as TinyBERT"
@@ -448,6 +449,27 @@ class DistillSettings(TechniqueTrainingSettings):
         if self.phases is not None and "losses" in self.model_fields_set:
             raise SettingError(
                 "with `phases` each phase has its own losses; remove `losses`",
+                code="settings-conflict",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_mixed_labels(self) -> Self:
+        if self.train_on == "both" and self.uses_labels() and len(self.all_teachers()) > 1:
+            raise SettingError(
+                "train_on: both with a loss on the labels supports one teacher; set losses.labels to 0,"
+                " or remove the other teachers",
+                code="settings-conflict",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_compiled(self) -> Self:
+        inner = [name for training in self.phase_settings() for name in training.losses.inner_weights()]
+        if self.torch_compile and inner:
+            raise SettingError(
+                f"torch_compile: the loss {inner[0]} reads tensors inside the models, which compiled forward"
+                " passes do not keep; remove one of them",
                 code="settings-conflict",
             )
         return self

@@ -42,7 +42,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
+from smelt.data.labels import MULTI_LABEL, NO_LABEL, REGRESSION, SINGLE_LABEL, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.model_size import SizeInputs, StepSize
@@ -162,6 +162,12 @@ class Distill(Stage[DistillSettings]):
                 for error in student_errors
             ]
         errors += check_training(settings, config) + check_teacher_folders(settings, config)
+        if settings.train_on == "both" and settings.uses_labels() and problem_type(config) != SINGLE_LABEL:
+            text = (
+                "labels of some samples are used for classifiers with one class for each sample, not for"
+                f" {problem_type(config)}; set the weight of labels to 0."
+            )
+            errors.append(error_message("missing-labels", text, setting="losses"))
         # an invalid student has no layers to count
         return errors + ([] if errors else check_losses(settings, student_config)), student_config
 
@@ -542,6 +548,14 @@ def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Sp
             if task_traits(task).output == "embedding"
             else training.losses.labels
         )
+        if weight and settings.train_on == "both" and term == "labels":
+            if not training.losses.logits and not training.losses.reverse_kl:
+                text = f"the samples of {origin} have no labels, and no loss uses the teacher's outputs. Set"
+                remedy = "losses: {logits: 1.0}, or train_on: labeled."
+                errors.append(
+                    error_message("missing-labels", f"{text} {remedy}", setting=f"{setting}.{term}")
+                )
+            continue
         if weight:
             has_teacher = task_traits(task).output == "embedding" or training.losses.uses_teacher()
             remedy = (
@@ -561,7 +575,8 @@ def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Sp
 def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) -> Context:
     """Return `ctx` with the training samples that the settings select.
 
-    Each sample without a label gets a dummy label that no loss uses. If pairs and single texts are combined
+    Each sample without a label gets a dummy label that no loss uses; where a loss uses the labels of the
+    others, `NO_LABEL`. If pairs and single texts are combined
     for a sentence embedder, the pairs are split into single texts.
     """
     if settings.train_on == "labeled":
@@ -574,8 +589,11 @@ def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) 
             examples = [text_example for example in examples for text_example in _split_pair(example)]
         examples = [replace(example, label=None) for example in examples]
     else:
-        placeholder = _placeholder_label(config)
-        examples = [replace(example, label=placeholder) for example in examples]
+        keeps_labels = settings.uses_labels()
+        placeholder = NO_LABEL if keeps_labels else _placeholder_label(config)
+        labeled = ctx.data["train"].examples if keeps_labels else ()
+        examples = examples[len(labeled) :]
+        examples = [*labeled, *(replace(example, label=placeholder) for example in examples)]
     train_split = Split(" and ".join(split.origin for split in splits), tuple(examples))
     ctx.details["rows"] = {split.origin: len(split) for split in splits}
     return replace(ctx, data={**ctx.data, "train": train_split})

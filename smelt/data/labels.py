@@ -194,14 +194,22 @@ _MAX_LISTED = 5  # rows that are named in a message
 TargetT = TypeVar("TargetT")
 
 
+# The label of a sample without one in a training that mixes both kinds, and its class; no file has it.
+NO_LABEL, NO_CLASS = "\0no label", -1
+
+
 def class_targets(examples: Sequence[Example], names: Sequence[str], origin: str = "") -> list[int]:
-    """Return the class of each sample: the index of one of `names`, or an integer below C.
+    """Return the class of each sample: the index of one of `names`, or an integer below C; -1 for `NO_LABEL`.
 
     Raises:
         InputError: labels that the model does not have; their lines are named.
     """
     outputs = _output_index(names)
-    return _convert_labels(examples, names, origin, SINGLE_LABEL, lambda label: _class_index(label, outputs))
+
+    def class_index(label: Label | None) -> int | None:
+        return NO_CLASS if label == NO_LABEL else _class_index(label, outputs)
+
+    return _convert_labels(examples, names, origin, SINGLE_LABEL, class_index)
 
 
 def multi_label_targets(

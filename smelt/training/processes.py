@@ -122,6 +122,8 @@ def strategy_conflicts(launch: LaunchSettings, settings: Any) -> list[str]:
     No strategy that divides gradients scales the loss. DeepSpeed's checkpoints are pickled.
     """
     conflicts = ["precision: fp16"] if launch.divides and settings.precision == "fp16" else []
+    if launch.divides and settings.torch_compile:
+        conflicts.append("torch_compile")
     if launch.divides == 3:
         conflicts += settings.needs_whole_parameters
     minutes = settings.checkpoint_interval_minutes

@@ -115,6 +115,11 @@ class TrainingSettings(Settings):
         default=False,
         description="compute a layer's activations again in the backward pass: less memory, more time",
     )
+    torch_compile: bool = Field(
+        default=False,
+        description="compile the forward passes of the model, and of the teacher of `distill`, with"
+        " torch.compile: a minute or more before the first update, then less time; needs a C++ compiler",
+    )
     max_length: int | None = Field(
         default=None, ge=2, description="texts are truncated to this many tokens; default: the model's limit"
     )

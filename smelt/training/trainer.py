@@ -47,6 +47,7 @@ from smelt.training.settings import TrainingSettings, with_learning_rate
 from smelt.training.sharding import FsdpWeights, ModelWeights, ZeroWeights, fsdp_config, zero_config
 from smelt.training.training_state import (
     autocast,
+    compiled_forward,
     freed_memory_retained,
     gradient_checkpointing,
     pick_precision,
@@ -273,6 +274,7 @@ def run_training(
         if settings.gradient_checkpointing:
             stack.enter_context(gradient_checkpointing(model))
         stack.enter_context(extension.training_context())
+        stack.enter_context(compiled_forward(model) if settings.torch_compile else contextlib.nullcontext())
         measured = _ObjectiveModule(model, objective, precision)
         weights = _weights_of(measured, launch, args.device)
         keeper = CheckpointSelector(

@@ -133,6 +133,19 @@ def training_state(model: Any, dropout: float | None, device: torch.device) -> I
 
 
 @contextlib.contextmanager
+def compiled_forward(model: nn.Module) -> Iterator[None]:
+    """Compile the forward pass of `model` at its first call, for any batch size and length (torch.compile).
+
+    The parameters and their names are unchanged. Training and evaluation mode are compiled apart.
+    """
+    model.compile(dynamic=True)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = None
+
+
+@contextlib.contextmanager
 def gradient_checkpointing(model: Any) -> Iterator[None]:
     """Compute each layer's activations again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 

@@ -9,6 +9,7 @@ from transformers.training_args import OptimizerNames
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.tasks.samples import EncodedSample, collate
 from smelt.training.losses import label_objective
@@ -137,3 +138,65 @@ def test_fp16_requires_a_gpu(tmp_path):
     folder, data = tiny.write_marian(tmp_path / "m"), tiny.read_pairs(tmp_path)
     with raises_code("no-fp16"):
         harness.run_stage(Finetune(), settings, folder, tmp_path / "work" / "out", data=data)
+
+
+def test_compiled_training_has_weights_of_eager_one_for_batches_of_any_length(tmp_path):
+    """Compilation takes most of the time; batches of other lengths and sizes must not start it again."""
+    from torch._dynamo.utils import counters
+
+    folder = tiny.write_bert(tmp_path / "model")
+    rows = [EncodedSample(list(range(5, 5 + n)), None, n % 2) for n in (3, 7, 12, 4, 9, 5, 6, 8, 11, 10)]
+    # SGD: Adam's updates do not become small with gradients that are rounding only, as those of keys' biases
+    options = PLAIN | {"max_steps": 4, "batch_size": 3, "optimizer": "sgd", "learning_rate": 0.1}
+    weights = []
+    for torch_compile in (False, True):
+        model, _ = load_model(folder)
+        ctx = harness.make_context(tmp_path / str(torch_compile) / "out", "text-classification", seed=5)
+        settings = FinetuneSettings(**options, torch_compile=torch_compile)
+        torch._dynamo.reset()
+        counters.clear()
+        run_training(model, rows, None, objective=label_objective(), settings=settings, ctx=ctx)
+        weights.append(model.state_dict())
+        assert bool(counters["stats"]["unique_graphs"]) == torch_compile
+    assert counters["stats"]["unique_graphs"] <= 3
+    assert model._compiled_call_impl is None
+    start = load_model(folder)[0].state_dict()
+    assert not all(weights[0][name].equal(value) for name, value in start.items())
+    for name, eager in weights[0].items():
+        torch.testing.assert_close(weights[1][name], eager, rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_distillation_compiles_both_models(tmp_path, monkeypatch):
+    """Both call a compiled forward pass; the backend is torch's eager one, which is compiled in no time."""
+    compiled, compile_module = [], torch.nn.Module.compile
+
+    def compile_eagerly(module, **options):
+        compiled.append(module)
+        compile_module(module, backend="eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), "text-classification")
+    data = {"train": Split("x", tuple(Example(f"red dogs {n}", label="LABEL_0") for n in range(4)))}
+    weights = []
+    for torch_compile in (False, True):
+        out = tmp_path / str(torch_compile) / "out"
+        ctx = harness.make_context(out, "text-classification", data=data, seed=1)
+        ctx.ancestors["model"] = source
+        settings = DistillSettings(**PLAIN | {"max_steps": 2}, torch_compile=torch_compile)
+        Distill()(source, settings, ctx)
+        weights.append(harness.load_output_model(ctx).state_dict())
+    assert len({id(module) for module in compiled}) == 2
+    for name, eager in weights[0].items():
+        torch.testing.assert_close(weights[1][name], eager, rtol=1e-4, atol=1e-5)
+
+
+def test_compilation_is_refused_with_layers_that_change_and_inner_states():
+    for settings, other in (
+        (FinetuneSettings, {"qat": {}}),
+        (FinetuneSettings, {"sparsify": {}}),
+        (DistillSettings, {"learned_masks": {}}),
+        (DistillSettings, {"losses": {"hidden_states": 1.0}}),
+    ):
+        settings(**other)
+        with raises_setting_codes("settings-conflict"):
+            settings(**other, torch_compile=True)

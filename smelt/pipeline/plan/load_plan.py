@@ -45,6 +45,7 @@ from smelt.pipeline.plan.quantized_steps import prequantized_errors, qat_errors,
 from smelt.pipeline.plan.run_checks import (
     check_baseline,
     check_compiled_baseline,
+    check_compiled_trainings,
     check_device,
     check_folds,
     check_latency_steps,
@@ -281,6 +282,7 @@ READERS: tuple[Check, ...] = (
 CHECKS: tuple[Check, ...] = (
     check_latency_steps,
     check_compiled_baseline,
+    check_compiled_trainings,
     check_baseline,
     check_text_rules,
     check_untrained,

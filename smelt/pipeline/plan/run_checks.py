@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
@@ -235,12 +236,28 @@ def check_compiled_baseline(context: CheckContext) -> Iterator[Finding]:
     elif recipe.traits.generates:
         text = f"models of {recipe.task} run once for each token, which is not compiled; remove it."
         yield path, error_message("does-not-fit-task", text)
-    elif not any(map(shutil.which, _CXX_COMPILERS)):
-        text = (
-            f"torch.compile requires a C++ compiler, and none of {', '.join(_CXX_COMPILERS)} is on the PATH."
-            " Install one (apt install g++), or remove it."
-        )
-        yield path, error_message("no-compiler", text)
+    elif (message := _missing_compiler()) is not None:
+        yield path, message
+
+
+def _missing_compiler() -> Message | None:
+    """Return an error if torch.compile finds no C++ compiler."""
+    if any(map(shutil.which, _CXX_COMPILERS)):
+        return None
+    text = (
+        f"torch.compile requires a C++ compiler, and none of {', '.join(_CXX_COMPILERS)} is on the PATH."
+        " Install one (apt install g++), or remove it."
+    )
+    return error_message("no-compiler", text)
+
+
+@skip_if_invalid("stages")
+def check_compiled_trainings(context: CheckContext) -> Iterator[Finding]:
+    """Check that a training to be compiled finds a compiler."""
+    for step in context.steps:
+        settings: Any = step.settings
+        if getattr(settings, "torch_compile", False) and (message := _missing_compiler()) is not None:
+            yield context.setting_path(step.name, "torch_compile"), message
 
 
 @skip_if_invalid("baseline")

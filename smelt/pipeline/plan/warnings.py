@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.files import load_json
-from smelt.core.messages import Message, warning, with_article
-from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels
+from smelt.core.messages import Message, warning, with_article, with_count
+from smelt.data.labels import MULTI_LABEL, SINGLE_LABEL, infer_problem_type, similar_labels, split_labels
 from smelt.data.splits import Example, Split
 from smelt.data.tags import OUTSIDE
 from smelt.data.tasks import Task, task_traits
@@ -61,6 +61,7 @@ def data_warnings(recipe: ParsedRecipe, trains: bool, splits: Mapping[str, Split
             messages += _calibration_overlap_warnings(test, splits[calibrated], calibrated, recipe.task)
     if recipe.traits.classifies:
         messages += _label_spelling_warnings(splits)
+        messages += _untrained_class_warnings(splits) if trains else []
     if recipe.traits.output == "tags":
         messages += _outside_tag_warnings(splits)
     for name, split in splits.items() if recipe.traits.samples in ("texts", "prompts") else ():
@@ -257,6 +258,39 @@ def _label_spelling_warnings(splits: Mapping[str, Split]) -> list[Message]:
             )
         )
     return messages
+
+
+def _untrained_class_warnings(splits: Mapping[str, Split]) -> list[Message]:
+    """Return a warning for each split with classes that no training sample has.
+
+    None for a split without any class of the training samples: its labels are written in another way.
+    """
+    if "train" not in splits:
+        return []
+    names = {
+        name: {
+            str(label)
+            for e in split.examples
+            if isinstance(e.label, str | int)
+            for label in split_labels(e.label)
+        }
+        for name, split in splits.items()
+    }
+    missing = {
+        name: sorted(names[name] - names["train"])
+        for name in ("validation", "test")
+        if not names["train"].isdisjoint(names.get(name, ()))
+    }
+    return [
+        warning(
+            "class-not-in-train",
+            f"{name} has {with_count(len(classes), 'label')} that no training sample has"
+            f" ({', '.join(map(repr, classes[:_MAX_NAMED]))}{', ...' if len(classes) > _MAX_NAMED else ''}),"
+            " which training cannot teach. Add training samples of each class.",
+        )
+        for name, classes in missing.items()
+        if classes
+    ]
 
 
 def _outside_tag_warnings(splits: Mapping[str, Split]) -> list[Message]:

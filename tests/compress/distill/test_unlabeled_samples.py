@@ -1,11 +1,17 @@
 """A student learns on texts of which the teacher alone says what they are."""
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
+from smelt.core.messages import message_codes
+from smelt.data.labels import MULTI_LABEL, NO_CLASS
 from smelt.data.splits import Example, Split
+from smelt.models.checkpoint import load_model
 from tests.support import harness
+from tests.support.expected_errors import raises_setting_codes
 from tests.support.models import embedders, tiny
 
 TEXTS = Split("texts", tuple(Example(text) for text in tiny.SENTENCES * 4))
@@ -35,6 +41,62 @@ def test_classifier_learns_teacher_labels_of_unlabeled_texts(tmp_path, rows, see
     assert end < 0.7 * start
 
 
+def test_labels_of_some_samples_add_their_cross_entropy(tmp_path):
+    """Of three samples two have labels: KL of three and cross-entropy of two, both divided by three."""
+    from smelt.compress.distill.objective import DistillObjective
+
+    torch.manual_seed(0)
+    student, teacher = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
+    labels = torch.tensor([1, NO_CLASS, 0])
+    settings = DistillSettings(
+        train_on="both", temperature=2.0, losses={"logits": 0.7, "labels": 0.4}, label_smoothing=0.0
+    )
+    model, big = (load_model(tiny.write_bert(tmp_path / name))[0] for name in "mb")
+    objective = DistillObjective(big, settings)
+    outputs = {id(model): student, id(big): teacher}
+    objective._run_model = lambda called, batch: outputs[id(called)]
+    terms = objective(model, {"labels": labels})
+    divergence = F.kl_div(
+        (student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean"
+    ) * 4  # fmt: skip
+    cross_entropy = F.cross_entropy(student[[0, 2]], labels[[0, 2]], reduction="sum") / 3
+    expected = 0.7 * divergence + 0.4 * cross_entropy
+    assert float(terms["outputs"].value.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    gradient, wanted = (torch.autograd.grad(loss, student)[0] for loss in (terms["outputs"].value, expected))
+    assert gradient.allclose(wanted, atol=1e-6)
+    assert float(terms["outputs"].components["labels"]) == pytest.approx(0.4 * float(cross_entropy.detach()))
+    none = objective(model, {"labels": torch.full((3,), NO_CLASS)})["outputs"]
+    assert float(none.value.detach()) == pytest.approx(float(0.7 * divergence.detach()), rel=1e-5)
+
+
+def test_classifier_learns_labels_of_labeled_texts_and_teacher_of_all(tmp_path):
+    """The teacher knows nothing: only labels can bring the loss on them down."""
+    settings = DistillSettings.model_validate(
+        SHORT | {"train_on": "both", "losses": {"logits": 0.1, "labels": 1.0}, "teacher": "big"}
+    )
+    data = {"train": LABELED, "unlabeled": TEXTS, "validation": LABELED}
+    teacher = tiny.as_artifact(tiny.write_bert(tmp_path / "big", seed=1), "text-classification")
+    ctx = harness.run_stage(
+        Distill(), settings, tiny.write_bert(tmp_path / "m", seed=2), tmp_path / "o/out",
+        "text-classification", data=data, ancestors={"big": teacher},
+    )  # fmt: skip
+    training = ctx.details["training"]
+    assert training["rows"] == len(LABELED) + len(TEXTS)
+    assert set(training["train_losses"]) == {"logits", "labels"}
+    start, end = [validation["loss"] for validation in training["validations"]]
+    assert end < 0.8 * start
+
+
+def test_some_labels_are_refused_where_they_cannot_be_used(tmp_path):
+    losses = {"logits": 1.0, "labels": 0.5}
+    settings = DistillSettings(train_on="both", losses=losses)
+    assert not Distill.check_rows(settings, "text-classification", {"unlabeled": TEXTS})
+    config = {"model_type": "bert", "num_hidden_layers": 2, "problem_type": MULTI_LABEL}
+    assert message_codes(Distill.check_model(settings, config)[0]) == ["missing-labels"]
+    with raises_setting_codes("settings-conflict"):
+        DistillSettings(train_on="both", losses=losses, teacher=["a", "b"])
+
+
 def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
     pairs = Split("pairs", tuple(Example(t, text_pair=t[::-1], label=0.5) for t in tiny.SENTENCES))
     settings = DistillSettings.model_validate(
@@ -51,10 +113,11 @@ def test_embedder_trains_on_single_texts_and_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "task", "setting", "code", "value"), [
-    ({"losses": {"labels": 0.5}}, "text-classification", "losses.labels", "missing-labels", "0.5"),
+    ({"losses": {"labels": 0.5}, "train_on": "unlabeled"}, "text-classification", "losses.labels",
+     "missing-labels", "0.5"),
     ({"losses": {"logits": 0}}, "text-classification", "losses.labels", "missing-labels", "{logits: 1.0}"),
     ({"losses": {"cosent": 1}}, "sentence-similarity", "losses.cosent", "missing-scores", "1"),
-    ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1}}]}, "text-classification",
+    ({"phases": [{"losses": {"logits": 1}}, {"losses": {"labels": 1, "logits": 0}}]}, "text-classification",
      "phases.1.losses.labels", "missing-labels", "1"),
     ({"losses": {"labels": 0}}, "translation", "train_on", "does-not-fit-task", "translation"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Windows that are longer than the model's positions are refused before any work."""
+"""Windows beyond the model's positions, and a training without a compiler, are refused before any work."""
 
 import json
 
@@ -36,3 +36,14 @@ def test_windows_longer_than_model_positions_are_rejected(tmp_path):
 
 def test_windows_as_long_as_model_positions_are_accepted(tmp_path):
     assert _plan(tmp_path, 256).recipe.data.windows.length == 256
+
+
+def test_compiled_training_requires_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert _plan(tmp_path, 256).steps
+    monkeypatch.setattr(
+        f"{__name__}.RECIPE", RECIPE.replace("max_steps: 1", "max_steps: 1, torch_compile: true")
+    )
+    with raises_code("no-compiler", InputError) as excinfo:
+        _plan(tmp_path, 256)
+    assert excinfo.value.messages[0].setting == "stages[0].finetune.torch_compile"

@@ -161,6 +161,21 @@ def test_tag_like_outside_is_reported_if_no_tag_is_outside(tags, warns):
     assert ("no-outside-tag" in codes) is warns
 
 
+@pytest.mark.parametrize(("validation", "trains", "codes"), [
+    (["a", "b"], True, []), (["a", "c"], True, ["class-not-in-train"]), (["a", "c"], False, []),
+    (["a|c"], True, ["class-not-in-train"]), (["0", "1"], True, []),
+])  # fmt: skip
+def test_class_that_no_training_sample_has_is_reported(validation, trains, codes):
+    """Labels of a split that are all others, such as numbers instead of names, are not compared."""
+    splits = {
+        name: Split(name, tuple(Example(f"{name} {i}", label=label) for i, label in enumerate(labels)))
+        for name, labels in (("train", ["a", "b"] * 50), ("validation", validation))
+    }
+    messages = _said(splits, "text-classification", trains)
+    assert [message.code for message in messages if message.code == "class-not-in-train"] == codes
+    assert all("'c'" in message.message for message in messages if message.code == "class-not-in-train")
+
+
 def test_labels_differing_in_case_or_blanks_are_counted():
     labels = ["positive"] * 100 + ["Positive"] * 3 + [" positive"] + ["negative"] * 10
     test = Split("f", tuple(Example(f"{i}", label=label) for i, label in enumerate(labels)))

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import mmap
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -555,8 +555,8 @@ class QuantizeSettings(PartSchemeSettings):
     @property
     def resolved_embedding_scheme(self) -> str:
         """The scheme of embeddings and output layer."""
-        own = self.scheme_of("decoder")
-        return self.embedding_scheme or SCHEMES[own].embedding_scheme or own
+        decoder_scheme = self.scheme_of("decoder")
+        return self.embedding_scheme or SCHEMES[decoder_scheme].embedding_scheme or decoder_scheme
 
     @property
     def linear_schemes(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def test_model_without_these_parts_is_rejected(family):
 
 
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_weights_of_each_part_equal_those_of_its_scheme_alone(tmp_path, family):
+def test_weights_of_each_part_equal_single_scheme_weights(tmp_path, family):
     source = every_family.model_with_layers(family, 1)
     mixed, *alone = (
         quantize(family, source, tmp_path / str(number), scheme)
@@ -166,7 +166,7 @@ def test_graphs_have_the_operators_of_their_part(exported):
     assert generate["MatMulNBits"] == encoder["MatMulNBits"] + decoder["MatMulNBits"]
 
 
-def test_graphs_compute_what_torch_computes(exported):
+def test_graph_logits_equal_torch_logits(exported):
     ids = np.array([[5, 9, 7, 12, 1], [8, 6, 1, 0, 0]])
     batch = Batch(ids, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
     kinds = {"torch": ("torch", None), "steps": ("onnx", "ort-cpu"), "loop": ("onnx", "ort-cpu")}

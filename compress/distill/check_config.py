@@ -23,12 +23,14 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.data.labels import REGRESSION, has_classifier
+from smelt.data.labels import REGRESSION, SINGLE_LABEL, has_classifier, problem_type
+from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.text_rules import position_limit
 from smelt.stage import Context
+from smelt.tasks.read_split import UNLABELED, UNLABELED_TASKS
 
 _MAX_LISTED = 10  # modules that a message names
 # Config keys that define the outputs; the student gets the teacher's.
@@ -461,3 +463,57 @@ def _first_layer_error(family: Family | None, choice: int | list[int], count: in
     if family is None or family.first_layer_reason is None or not drops_first:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."
+
+
+def check_mixed_labels(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return an error if labels of some samples are used by a model without one class for each sample."""
+    problem = problem_type(config)
+    if settings.train_on != "both" or not settings.uses_labels() or problem == SINGLE_LABEL:
+        return []
+    text = (
+        "labels of some samples are used for classifiers with one class for each sample, not for"
+        f" {problem}; set the weight of labels to 0."
+    )
+    return [error_message("missing-labels", text, setting="losses")]
+
+
+def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
+    """Return the errors, each with its setting, of losses that need labels on unlabeled samples."""
+    if settings.train_on == "labeled":
+        return []
+    if task not in UNLABELED_TASKS:
+        tasks = " and ".join(sorted(UNLABELED_TASKS))
+        text = f"unlabeled samples are supported for {tasks}, not for {task}; remove train_on."
+        return [error_message("does-not-fit-task", text, setting="train_on")]
+    errors = []
+    origin = data[UNLABELED].origin if UNLABELED in data else f"data: {UNLABELED}"
+    for index, training in enumerate(settings.phase_settings()):
+        setting = "losses" if settings.phases is None else f"phases.{index}.losses"
+        term = "cosent" if task_traits(task).output == "embedding" else "labels"
+        weight = (
+            training.losses.vector_weights()["cosent"]
+            if task_traits(task).output == "embedding"
+            else training.losses.labels
+        )
+        if weight and settings.train_on == "both" and term == "labels":
+            if not training.losses.logits and not training.losses.reverse_kl:
+                text = f"the samples of {origin} have no labels, and no loss uses the teacher's outputs. Set"
+                remedy = "losses: {logits: 1.0}, or train_on: labeled."
+                errors.append(
+                    error_message("missing-labels", f"{text} {remedy}", setting=f"{setting}.{term}")
+                )
+            continue
+        if weight:
+            has_teacher = task_traits(task).output == "embedding" or training.losses.uses_teacher()
+            remedy = (
+                f"losses: {{{term}: 0}}, which keeps" if has_teacher else "losses: {logits: 1.0}, which is"
+            )
+            errors.append(
+                error_message(
+                    "missing-scores" if task_traits(task).output == "embedding" else "missing-labels",
+                    f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
+                    f" {term}. Set {remedy} the loss on the teacher's outputs.",
+                    setting=f"{setting}.{term}",
+                )
+            )
+    return errors

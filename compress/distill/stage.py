@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.compress.distill.augmentation import augment_training_samples, check_augmentation
 from smelt.compress.distill.check_config import (
     check_losses,
+    check_mixed_labels,
     check_several_teachers,
     check_student,
     check_teacher,
     check_teacher_folders,
+    check_unlabeled,
     inner_loss_errors,
     make_external_student,
 )
@@ -42,7 +44,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import bleu_tokenizer
-from smelt.data.labels import MULTI_LABEL, NO_LABEL, REGRESSION, SINGLE_LABEL, problem_type
+from smelt.data.labels import MULTI_LABEL, NO_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.model_size import SizeInputs, StepSize
@@ -162,12 +164,7 @@ class Distill(Stage[DistillSettings]):
                 for error in student_errors
             ]
         errors += check_training(settings, config) + check_teacher_folders(settings, config)
-        if settings.train_on == "both" and settings.uses_labels() and problem_type(config) != SINGLE_LABEL:
-            text = (
-                "labels of some samples are used for classifiers with one class for each sample, not for"
-                f" {problem_type(config)}; set the weight of labels to 0."
-            )
-            errors.append(error_message("missing-labels", text, setting="losses"))
+        errors += check_mixed_labels(settings, config)
         # an invalid student has no layers to count
         return errors + ([] if errors else check_losses(settings, student_config)), student_config
 
@@ -528,48 +525,6 @@ def needed_splits(settings: DistillSettings) -> frozenset[Need]:
         "both": frozenset({"train", "unlabeled"}),
     }
     return needs[settings.train_on]
-
-
-def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:
-    """Return the errors, each with its setting, of losses that need labels on unlabeled samples."""
-    if settings.train_on == "labeled":
-        return []
-    if task not in UNLABELED_TASKS:
-        tasks = " and ".join(sorted(UNLABELED_TASKS))
-        text = f"unlabeled samples are supported for {tasks}, not for {task}; remove train_on."
-        return [error_message("does-not-fit-task", text, setting="train_on")]
-    errors = []
-    origin = data[UNLABELED].origin if UNLABELED in data else f"data: {UNLABELED}"
-    for index, training in enumerate(settings.phase_settings()):
-        setting = "losses" if settings.phases is None else f"phases.{index}.losses"
-        term = "cosent" if task_traits(task).output == "embedding" else "labels"
-        weight = (
-            training.losses.vector_weights()["cosent"]
-            if task_traits(task).output == "embedding"
-            else training.losses.labels
-        )
-        if weight and settings.train_on == "both" and term == "labels":
-            if not training.losses.logits and not training.losses.reverse_kl:
-                text = f"the samples of {origin} have no labels, and no loss uses the teacher's outputs. Set"
-                remedy = "losses: {logits: 1.0}, or train_on: labeled."
-                errors.append(
-                    error_message("missing-labels", f"{text} {remedy}", setting=f"{setting}.{term}")
-                )
-            continue
-        if weight:
-            has_teacher = task_traits(task).output == "embedding" or training.losses.uses_teacher()
-            remedy = (
-                f"losses: {{{term}: 0}}, which keeps" if has_teacher else "losses: {logits: 1.0}, which is"
-            )
-            errors.append(
-                error_message(
-                    "missing-scores" if task_traits(task).output == "embedding" else "missing-labels",
-                    f"the weight of this loss is {weight:g}, but the samples of {origin} have no"
-                    f" {term}. Set {remedy} the loss on the teacher's outputs.",
-                    setting=f"{setting}.{term}",
-                )
-            )
-    return errors
 
 
 def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) -> Context:

@@ -1,8 +1,9 @@
 """Convert the graphs of a model to half precision, and choose the nodes that remain float32.
 
-Norms remain float32 in both float16 and bfloat16. In float16 so do nodes whose outputs, inputs or sums come
-close to its range: an FFN's last layer and the residual stream after it, attention with very large scores;
-and nodes that need values which float16 does not have (`fp16_range`).
+Norms remain float32 in both float16 and bfloat16; for ONNX Runtime on CUDA only where their inputs are large,
+because a norm of one operator computes in float32 inside, and each Cast is a node. In float16 so do nodes
+whose outputs, inputs or sums come close to its range: an FFN's last layer and the residual stream after it,
+attention with very large scores; and nodes that need values which float16 does not have (`fp16_range`).
 
 Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
 copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
@@ -253,6 +254,9 @@ def _sum_magnitudes(graph: Any, node: Any, opset: int, output: str) -> str:
 
 
 _NORM_OPS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+# Of these ONNX Runtime's kernels compute in float32 whatever their inputs are. With float16 inputs up to this
+# value a LayerNormalization was within 0.002 of a float32 one.
+_NORM_SAFE_MAX = 22976.0
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
 
@@ -260,11 +264,13 @@ _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 class Fp32Selection:
     """The parts of a graph that remain float32.
 
-    nodes: by the name of their first output. blocks: names of modules with the largest value of their
-    outputs, inputs or sums. norms: names of modules. values: those that are too large.
+    nodes: by the name of their first output. half_norms: norms that do not remain float32, likewise. blocks:
+    names of modules with the largest value of their outputs, inputs or sums. norms: names of modules. values:
+    those that are too large.
     """
 
     nodes: set[str] = field(default_factory=set)
+    half_norms: set[str] = field(default_factory=set)
     blocks: dict[str, float] = field(default_factory=dict)
     norms: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
@@ -293,7 +299,11 @@ def module_of_nodes(model: Any, module: nn.Module) -> dict[str, str]:
 
 
 def select_fp32(
-    model: Any, module: nn.Module, homes: Mapping[str, str], ranges: ValueRanges | None
+    model: Any,
+    module: nn.Module,
+    homes: Mapping[str, str],
+    ranges: ValueRanges | None,
+    half_norms: bool = False,
 ) -> Fp32Selection:
     """Return the parts of the float32 graph `model` that remain float32.
 
@@ -302,14 +312,20 @@ def select_fp32(
         module: the exported module.
         homes: the module of each node, by `module_of_nodes`.
         ranges: of its values; None if the other precision has the range of float32.
+        half_norms: whether norms of one operator may have half-precision inputs and outputs.
     """
     selection = Fp32Selection()
     values = {} if ranges is None else ranges.values
     selection.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
+    # a computed weight (Gemma's 1 + w) would be rounded after the sum, and the model's before it
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)} if half_norms else set()
     block_by_value: dict[str, str] = {}
     for node in model.graph.node:
         block = homes.get(node.name) or homes.get(node.output[0]) or ""
-        if node.op_type in _NORM_OPS or is_norm_module(module, block):
+        is_norm = node.op_type in _NORM_OPS
+        if is_norm and node.input[1] in weights and values.get(node.input[0], 0.0) <= _NORM_SAFE_MAX:
+            selection.half_norms.add(node.output[0])
+        elif is_norm or is_norm_module(module, block):
             selection.nodes.add(node.output[0])
             selection.norms.add(block)
         # an optimizer's own nodes are assigned to the module of their inputs
@@ -318,6 +334,7 @@ def select_fp32(
         largest = [] if ranges is None else ranges.overflows(node)
         if largest and node.output[0] not in selection.nodes:
             selection.nodes.add(node.output[0])
+            selection.half_norms.discard(node.output[0])
             selection.blocks[block] = max(*largest, selection.blocks.get(block, 0.0))
     return selection
 
@@ -387,11 +404,14 @@ def convert_graphs_to_half(
     for graph in graphs:
         path = ctx.out / f"{graph.name}.onnx"
         model = read_graph(path)
-        selection = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name))
+        on_cuda = target == "ort-cuda"
+        selection = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name), on_cuda)
         # ONNX Runtime's caches are numpy arrays, which have no bf16
         all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
-        nodes = selection.nodes | (nodes_outside_fp16(model) if dtype == "fp16" else set())
-        if dtype == "bf16" and target == "ort-cuda":
+        nodes = set(selection.nodes)
+        if dtype == "fp16":  # the epsilon of a norm is a float32 attribute
+            nodes |= nodes_outside_fp16(model) - selection.half_norms
+        if dtype == "bf16" and on_cuda:
             nodes |= nodes_without_bf16_kernel(model)
         convert_to_half(model, graph.name, dtype, nodes, _fp32_inputs_outputs(model, selection, all_caches))
         write_graph(model, path)

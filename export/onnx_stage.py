@@ -180,18 +180,22 @@ def export_size(settings: OnnxSettings, inputs: SizeInputs) -> StepSize:
 def required_opset(settings: OnnxSettings, model: Any) -> int:
     """Return the opset of the settings, or a newer one if quantized operators or bf16 need it.
 
-    Conv, Sin and Cos support bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
+    Graphs for CUDA have ONNX's fused operators, unless the opset is one for older runtimes. Conv, Sin and Cos
+    support bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
 
     Raises:
         InputError: `opset-too-low`, the setting is for an older runtime, which would not open a newer graph.
     """
+    from smelt.quantization.emit import FUSED_OPSET
     from smelt.quantization.layers import layer_scheme
 
     used_schemes = {layer_scheme(module) for module in model.modules()}
     names = [name for name in SCHEMES if name in used_schemes]
     of_dtype = BF16_OPSET if file_dtype(settings) == "bf16" else 0
+    is_fused = settings.graph_target == "ort-cuda" and settings.opset >= FIRST_COMPLETE_OPSET
+    of_target = FUSED_OPSET if is_fused else 0
     required = max(
-        [of_dtype, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)], default=0
+        [of_dtype, of_target, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)], default=0
     )
     if settings.opset < FIRST_COMPLETE_OPSET < required:
         parts = f"dtype {settings.dtype}" if required == of_dtype else f"scheme {' and '.join(names)}"
@@ -364,7 +368,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 18
+    version: ClassVar[int] = 19
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod

@@ -413,7 +413,7 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
             cached_op_registry(),
             single_trace(),
             skip_unused_metadata(),
-            emit.exporting_to(target),
+            emit.exporting_to(target, opset),
             elementwise_layer_norms(opset),
             torch.no_grad(),
             _silence_export_warnings(),

@@ -47,7 +47,7 @@ def test_graphs_open_in_every_dtype(family):
 
 
 @pytest.mark.parametrize("family", COUNTED)
-def test_nodes_and_host_copies_of_a_step_are_those_recorded(family):
+def test_nodes_and_host_copies_of_a_step_equal_recorded_counts(family):
     """A call launches a kernel for each node, and waits for each copy to the host."""
     cuda_rig.rig_environment()
     folders = cuda_graphs.cuda_graphs(family)

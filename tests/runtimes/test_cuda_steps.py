@@ -20,7 +20,7 @@ def test_second_process_keeps_session_and_values_on_its_own_gpu():
     assert steps()["device_ids"] == [0]
 
 
-def test_reordered_beams_stay_on_the_device():
+def test_reordered_beams_are_kept_on_the_device():
     """Only the indices are sent, for each cache; reordered shared tensors keep their shapes otherwise."""
     answer = steps()
     num_caches = len(answer["shapes"]) // 2

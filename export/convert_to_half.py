@@ -134,7 +134,9 @@ class _HalfConversion:
         nodes, self.nodes = self.nodes, outer_nodes
         del graph.node[:]
         graph.node.extend(nodes)
-        del graph.value_info[:]
+        for value in graph.value_info:  # without shapes ONNX Runtime fuses less
+            if value.name in self.floats:
+                value.type.tensor_type.elem_type = self.types[value.name]
 
     def _stays_fp32(self, node: Any) -> bool:
         """Return whether a node remains float32: nodes with inner graphs, and nodes with sequences, do."""

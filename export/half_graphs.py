@@ -1,9 +1,9 @@
 """Convert the graphs of a model to half precision, and choose the nodes that remain float32.
 
 Norms remain float32 in both float16 and bfloat16; for ONNX Runtime on CUDA only where their inputs are large,
-because a norm of one operator computes in float32 inside, and each Cast is a node. In float16 so do nodes whose outputs, inputs or sums come
-close to its range: an FFN's last layer and the residual stream after it, attention with very large scores;
-and nodes that need values which float16 does not have (`fp16_range`).
+because a norm of one operator computes in float32 inside, and each Cast is a node. In float16 so do nodes
+whose outputs, inputs or sums come close to its range: an FFN's last layer and the residual stream after it,
+attention with very large scores; and nodes that need values which float16 does not have (`fp16_range`).
 
 Their ranges are measured on real samples in the float32 graphs: every tensor, and sums inside operators. A
 copy of each graph has an additional output for every floating value: the largest magnitude. Partial sums of
@@ -318,11 +318,13 @@ def select_fp32(
     selection = Fp32Selection()
     values = {} if ranges is None else ranges.values
     selection.values = {name for name, value in values.items() if not value <= FP16_SAFE_MAX}
+    # a computed weight (Gemma's 1 + w) would be rounded after the sum, and the model's before it
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)} if half_norms else set()
     block_by_value: dict[str, str] = {}
     for node in model.graph.node:
         block = homes.get(node.name) or homes.get(node.output[0]) or ""
         is_norm = node.op_type in _NORM_OPS
-        if half_norms and is_norm and values.get(node.input[0], 0.0) <= _NORM_SAFE_MAX:
+        if is_norm and node.input[1] in weights and values.get(node.input[0], 0.0) <= _NORM_SAFE_MAX:
             selection.half_norms.add(node.output[0])
         elif is_norm or is_norm_module(module, block):
             selection.nodes.add(node.output[0])

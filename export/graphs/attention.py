@@ -227,10 +227,12 @@ def _fused_attention(
     """Emit ONNX's Attention for keys and values of a cache, [B, H, T, d], or of projections."""
     batch, length, width = query.shape
     if mask is not None:
-        # one node in place of three
-        table = torch.tensor([MASK_VALUE, 0.0], dtype=query.dtype)
-        hidden = table[mask][:, None, None, :].expand(batch, 1, length, mask.shape[1])
-        bias = hidden if bias is None else hidden + bias
+        hidden = emit.mask_bias(mask, MASK_VALUE, query.dtype)
+        if bias is None and length > 1:
+            # what padding attends to does not matter; a sum is cheaper than an expansion
+            bias = hidden[:, None, :, None]
+        keys = hidden[:, None, None, :]
+        bias = keys if bias is None else keys + bias
     sizes = AttentionHeads(heads, heads, width // heads, scale)
     if key.dim() == 3:
         return emit.standard_attention(query, key, value, bias, None, sizes)[0]

@@ -48,14 +48,15 @@ from smelt.quantization.emit import AttentionHeads
 class CausalScope:
     """State shared by the modules of one graph while it is traced.
 
-    positions: int64 [B, S]. past: per layer [B, K, P, d] twice. sequence_positions: for the fused operator.
-    bias: float32 [B, 1, S, T], for standard operators, with future tokens masked too. distance: int64 [S, T],
-    from a query back to a key. present: the new caches, per layer.
+    positions: int64 [B, S]. past: per layer [B, K, P, d] twice. sequence_positions: for GroupQueryAttention.
+    bias: float32 [B, 1, S, T], for standard operators, with future tokens masked too; for ONNX's Attention
+    Boolean, whether a key is visible. distance: int64 [S, T], from a query back to a key. present: the new
+    caches, per layer.
     """
 
     positions: Tensor
     past: list[KeyValue]
-    sequence_positions: SequencePositions
+    sequence_positions: SequencePositions | None
     bias: Tensor
     distance: Tensor
     present: dict[int, KeyValue] = field(default_factory=dict)
@@ -85,6 +86,8 @@ def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> 
     batch, length = positions.shape
     total = mask.shape[1]
     kind = past[0][0].dtype
+    if emit.emits_fused_operators():
+        return _fused_causal_scope(mask, positions, past)
     hidden = ((1 - mask) * int(MASK_VALUE)).to(kind)[:, None, None, :]
     last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
     sequence_positions = SequencePositions(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
@@ -93,6 +96,14 @@ def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> 
     future = (keys[None, :] > queries[:, None]).to(kind) * MASK_VALUE
     bias = _clamp_bias(hidden + future)
     return CausalScope(positions, past, sequence_positions, bias, queries[:, None] - keys[None, :])
+
+
+def _fused_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> CausalScope:
+    """Return the scope with a Boolean mask, from which a bias needs one node."""
+    keys = torch.arange(mask.shape[1], device=mask.device)
+    distance = keys[-positions.shape[1] :, None] - keys[None, :]
+    visible = (mask > 0)[:, None, None, :] & (distance >= 0)
+    return CausalScope(positions, past, None, visible, distance)
 
 
 def _clamp_bias(bias: Tensor) -> Tensor:
@@ -151,10 +162,11 @@ def _attend(
     """Replace the forward of an attention module; masks and caches come from `scope`."""
     heads, layer_index = attention.heads, attention.module.layer_idx
     past = scope.past[layer_index]
-    if emit.export_target() == "ort-cpu" and supports_gqa(heads.head_dim, rotary is not None):
+    sequence_positions = scope.sequence_positions if emit.export_target() == "ort-cpu" else None
+    if sequence_positions is not None and supports_gqa(heads.head_dim, rotary is not None):
         packed = _project_qkv(attention, hidden_states)
         out, *present = group_query_attention(
-            packed, past, scope.sequence_positions, heads, rotary, attention.window
+            packed, past, sequence_positions, heads, rotary, attention.window
         )
     else:
         query, key, value = _normalize_qk(attention, attention.project_qkv(hidden_states))
@@ -198,6 +210,10 @@ def _normalize_qk(attention: AttentionModule, three: tuple[Tensor, ...]) -> tupl
 
 def _attention_bias(attention: AttentionModule, scope: CausalScope) -> Tensor:
     """Return the bias of the scores, with tokens outside of the window masked too."""
+    if emit.emits_fused_operators():
+        visible = scope.bias if attention.window is None else scope.bias & (scope.distance < attention.window)
+        zero = torch.zeros((), dtype=scope.past[0][0].dtype)
+        return torch.where(visible, zero, torch.full_like(zero, MASK_VALUE))
     if attention.window is None:
         return scope.bias
     return _clamp_bias(scope.bias + (scope.distance >= attention.window).to(scope.bias.dtype) * MASK_VALUE)

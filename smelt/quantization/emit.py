@@ -132,8 +132,8 @@ def matmul_nbits(
     """
     wide_scales = widen_scales(scales) if scales.dtype == torch.float16 else scales
     # on CUDA only some of the operator's kernels add a bias
-    fused_bias = None if export_target() == "ort-cuda" else bias
-    inputs = [x, codes, wide_scales, zeros, None, fused_bias]
+    separate_bias = bias if export_target() == "ort-cuda" else None
+    inputs = [x, codes, wide_scales, zeros, None, bias if separate_bias is None else None]
     while inputs[-1] is None:
         inputs.pop()
     out: Tensor = torch.onnx.ops.symbolic(
@@ -150,7 +150,7 @@ def matmul_nbits(
         shape=(*x.shape[:-1], layout.outputs),
         version=1,
     )
-    return out if bias is fused_bias else out + bias
+    return out if separate_bias is None else out + separate_bias
 
 
 def matmul_bnb4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, layout: NBitsLayout) -> Tensor:
@@ -347,18 +347,29 @@ def standard_attention(
     if past is not None:
         batch, kv_heads, length, width = past[0].shape
         shapes += [(batch, kv_heads, length + key.shape[1 if key.dim() == 3 else 2], width)] * 2
-    attributes: dict[str, int | float] = {"scale": heads.scale}
-    if query.dim() == 3:
-        attributes |= {"q_num_heads": heads.query_heads, "kv_num_heads": heads.kv_heads}
-    outputs: tuple[Tensor, ...] = torch.onnx.ops.symbolic_multi_out(
+    numbers = {"q_num_heads": heads.query_heads, "kv_num_heads": heads.kv_heads}
+    outputs = torch.onnx.ops.symbolic_multi_out(
         "Attention",
         inputs,
-        attributes,
+        {"scale": heads.scale, **(numbers if query.dim() == 3 else {})},
         dtypes=[query.dtype] * len(shapes),
         shapes=shapes,
         version=FUSED_OPSET,
     )
     return tuple(outputs)
+
+
+def mask_bias(mask: Tensor, masked: float, dtype: torch.dtype) -> Tensor:
+    """Emit a Gather that turns int64 0 and 1 [B, T] into `masked` and 0, float32 [B, T]."""
+    out: Tensor = torch.onnx.ops.symbolic(
+        "Gather",
+        [torch.tensor([masked, 0.0], dtype=dtype), mask],
+        {"axis": 0},
+        dtype=dtype,
+        shape=tuple(mask.shape),
+        version=13,
+    )
+    return out
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, heads: int) -> Tensor:

@@ -41,6 +41,7 @@ from smelt.generation.backend import (
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
+from smelt.runtimes.device_gather import DeviceGather
 from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session, use_huge_pages
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
@@ -154,6 +155,7 @@ class OnnxBackend:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
         self._device_id = gpu_index() if self.device == "cuda" else 0
+        self._gather = DeviceGather(self.device, self._device_id)
         self._opens = opener or partial(open_onnx_session, device=self.device, tf32=tf32)
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
@@ -424,6 +426,8 @@ class OnnxBackend:
         self._bind_caches(held)
 
     def _reorder_value(self, value: Any, rows: Tokens) -> Any:
+        if self.device == "cuda":
+            return self._gather(value, rows)
         # on the CPU `numpy` returns a view: `gather_rows` makes the only copy
         return self._to_ortvalue(gather_rows(value.numpy(), rows))
 

@@ -166,18 +166,6 @@ def test_torch_moves_model_and_inputs_to_the_device(tmp_path, monkeypatch):
     )
 
 
-def test_int8_layers_are_kept_on_the_cpu(tmp_path, gpu):
-    from smelt.pipeline.recipe.stages import load_stage
-
-    quantize = load_stage("quantize")
-
-    src = tiny.as_artifact(tiny.write_bert(tmp_path / "b"), "text-classification")
-    ctx = harness.make_context(tmp_path / "q", "text-classification")
-    quantize()(src, quantize.settings_type(), ctx)
-    with open_runner(tiny.as_artifact(tmp_path / "q", "text-classification"), device="cuda") as runner:
-        assert runner.device == "cpu"
-
-
 def test_recipe_requiring_cuda_is_refused_without_it(tmp_path, monkeypatch):
     from smelt.pipeline.plan.load_plan import load_plan
 

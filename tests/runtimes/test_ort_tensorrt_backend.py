@@ -20,7 +20,8 @@ from smelt.generation.backend import Batch
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.tokenizer import encode_texts
-from smelt.runtimes import ort_tensorrt_backend
+from smelt.runtimes import onnx_backend, ort_tensorrt_backend
+from smelt.runtimes.device_gather import DeviceGather
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
@@ -71,7 +72,7 @@ class Counting:
         binding = self.session.io_binding()
         note, bind_value, bind_input = self.note, binding.bind_ortvalue_input, binding.bind_cpu_input
         bind_output = binding.bind_output
-        binding.bind_output = lambda name, device: bind_output(name)
+        binding.bind_output = lambda name, device, device_id=0: bind_output(name)
         binding.bind_ortvalue_input = lambda n, v: (note(n, tuple(v.shape())), bind_value(n, v))
         binding.bind_cpu_input = lambda n, v: (note(n, v.shape), bind_input(n, v))
         return binding
@@ -88,6 +89,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
         "open_provider_session",
         lambda path, options, n: Counting(path, options, shapes),
     )
+    monkeypatch.setattr(onnx_backend, "DeviceGather", lambda *device: DeviceGather("cpu", 0))
     monkeypatch.setattr(
         OnnxBackend, "_to_ortvalue", lambda self, array: onnxruntime.OrtValue.ortvalue_from_numpy(array)
     )

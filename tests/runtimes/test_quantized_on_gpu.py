@@ -22,7 +22,7 @@ def logits(folder, device):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_model_computes_on_gpu_what_it_computes_on_cpu(scheme, tmp_path):
+def test_quantized_logits_on_gpu_equal_cpu_logits(scheme, tmp_path):
     if SCHEMES[scheme].packages == BITSANDBYTES_PACKAGES:
         import_bitsandbytes()
     source = causal.write_model(tmp_path / "model", "llama", num_hidden_layers=1)

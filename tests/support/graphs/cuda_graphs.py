@@ -30,6 +30,7 @@ def _export(family: str, folder: Path) -> None:
 
     make, task = graph_exports.FAMILIES[family]
     source = make(folder / "model")
+    graph_exports.randomize_biases(source)  # zeros would be removed from a graph
     convert = half_graphs.convert_graphs_to_half
 
     def convert_copies(

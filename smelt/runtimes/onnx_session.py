@@ -171,7 +171,8 @@ def resident_addresses(start: int, end: int) -> list[int]:
     mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if mincore(first * _HUGE_PAGE_BYTES, (last - first) * _HUGE_PAGE_BYTES, is_resident.ctypes.data):
         return []  # freed meanwhile
-    return [_HUGE_PAGE_BYTES * (first + int(index)) for index in (is_resident & 1).all(axis=1).nonzero()[0]]
+    full_pages = np.flatnonzero(np.all(is_resident & 1, axis=1))
+    return [_HUGE_PAGE_BYTES * (first + int(index)) for index in full_pages]
 
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -1,5 +1,7 @@
 """Who feeds a model is told by its config, who computes by its folder's format."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from smelt.core.errors import InputError
@@ -43,7 +45,12 @@ def test_user_threads_override_artifact_threads(monkeypatch, named, threads, exp
     from smelt.runtimes import registry as code
 
     thread_counts = []
-    monkeypatch.setattr(code, "open_folder", lambda *arguments, **more: thread_counts.append(arguments[3]))
+
+    def record(*arguments, **_):
+        thread_counts.append(arguments[3])
+        return SimpleNamespace()
+
+    monkeypatch.setattr(code, "open_folder", record)
     artifact = tiny.as_artifact("/nowhere", "translation")
     artifact.manifest.details["threads"] = named
     open_runner(artifact, threads)

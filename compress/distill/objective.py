@@ -351,7 +351,7 @@ def _mixed_loss(
     label_loss = classification_loss(
         getattr(model, "module", model).config, logits[labeled], labels[labeled],
         labels_weight=(losses.labels or 0.0) * share,
-        smoothing=settings.label_smoothing if model.training else 0.0, terms=label_terms,
+        smoothing=settings.label_smoothing_factor if model.training else 0.0, terms=label_terms,
     )  # fmt: skip
     terms.update(label_terms)
     return loss + label_loss

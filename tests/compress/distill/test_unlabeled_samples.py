@@ -49,7 +49,7 @@ def test_labels_of_some_samples_add_their_cross_entropy(tmp_path):
     student, teacher = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
     labels = torch.tensor([1, NO_CLASS, 0])
     settings = DistillSettings(
-        train_on="both", temperature=2.0, losses={"logits": 0.7, "labels": 0.4}, label_smoothing=0.0
+        train_on="both", temperature=2.0, losses={"logits": 0.7, "labels": 0.4}, label_smoothing_factor=0.0
     )
     model, big = (load_model(tiny.write_bert(tmp_path / name))[0] for name in "mb")
     objective = DistillObjective(big, settings)

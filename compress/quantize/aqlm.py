@@ -115,14 +115,14 @@ def _search_rows(
 
 
 def _choose_code(
-    beam: _Beam, scales: Tensor, book: Tensor, moment: Tensor, place: tuple[int, int], beam_size: int
+    beam: _Beam, scales: Tensor, book: Tensor, moment: Tensor, position: tuple[int, int], beam_size: int
 ) -> _Beam:
-    """Return the hypotheses after every vector of `book` was tried at `place` (group, codebook).
+    """Return the hypotheses after every vector of `book` was tried at `position` (group, codebook).
 
-    With v the scaled vector at the place and E the error without it, the error of another vector c is
+    With v the scaled vector at the position and E the error without it, the error of another vector c is
     E H E - 2 s c (H E) + s^2 c H c, of the group's part of H E and its block of H.
     """
-    group, index = place
+    group, index = position
     inputs = slice(group * GROUP, (group + 1) * GROUP)
     block, rows = moment[inputs, inputs], torch.arange(len(scales), device=scales.device)[:, None]
     old = book[beam.codes[:, :, group, index].long()] * scales[..., None]

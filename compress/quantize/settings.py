@@ -441,8 +441,9 @@ class QuantizeSettings(PartSchemeSettings):
             ValueError: it is one.
         """
         for scheme in self.linear_schemes:
-            own = SCHEMES[scheme].own_method
-            if (own and self.method not in ("rtn", own)) or (self.fits_codebooks and self.method != own):
+            own_method = SCHEMES[scheme].own_method
+            accepted = ("rtn", own_method) if own_method else (self.method,)
+            if self.method not in accepted or (self.fits_codebooks and self.method != own_method):
                 raise SettingError(
                     f"method: {self.method} does not support scheme {scheme}: codebooks for a whole matrix"
                     f" ({', '.join(_CODEBOOK_SCHEMES)}) are fitted by rtn and aqlm, all other weights rounded"

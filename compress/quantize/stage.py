@@ -54,7 +54,7 @@ class Quantize(Stage[QuantizeSettings]):
         - quantize: {scheme: int8-static}   # convolutions of a ResNet, too
         - quantize: {scheme: bnb-nf4}
         - quantize: {mixed_precision: {target_bits: 4.5}, method: gptq}
-        - quantize: {scheme: {encoder: int8-dynamic, decoder: int4}, group_size: 128}
+        - quantize: {scheme: {encoder: int8-dynamic, decoder: int4}}
     """
 
     name: ClassVar[str] = "quantize"

@@ -108,7 +108,9 @@ def test_scheme_table_has_row_for_each_scheme() -> None:
 def test_scheme_table_notes_options_for_int4_in_tensorrt() -> None:
     text = " ".join(describe_stage("quantize").split())
     sentence = next(
-        candidate for candidate in text.split(". ") if "int4" in candidate and "accuracy_level" in candidate
+        candidate
+        for candidate in text.split(". ")
+        if "int4" in candidate and "tensorrt" in candidate and "accuracy_level" in candidate
     )
     assert all(value in sentence for value in ("64 or 128", "symmetric: positive", "accuracy_level: 0"))
 

@@ -233,8 +233,8 @@ def _beam_search(points: Tensor, codebooks: Tensor) -> Tensor:
         best = errors.topk(min(BEAM_SIZE, errors.shape[1]), largest=False).indices
         parents, chosen = best // len(book), best % len(book)
         residuals = residuals.gather(1, parents[..., None].expand(-1, -1, GROUP)) - book[chosen]
-        kept = codes.gather(1, parents[..., None].expand(-1, -1, codes.shape[2]))
-        codes = torch.cat([kept, chosen[..., None]], dim=2)
+        parent_codes = codes.gather(1, parents[..., None].expand(-1, -1, codes.shape[2]))
+        codes = torch.cat([parent_codes, chosen[..., None]], dim=2)
     best_codes, residual = codes[:, 0], residuals[:, 0]
     for index, book in enumerate(codebooks):
         without = residual + book[best_codes[:, index]]

@@ -54,10 +54,10 @@ def test_search_with_full_beam_equals_brute_force():
     torch.manual_seed(0)
     weight, start, moment = drawn_start(rows=5, groups=2, count=2, size=3)
     every = torch.tensor(list(itertools.product(range(3), repeat=4)), dtype=torch.uint8).view(-1, 1, 2, 2)
-    errors = torch.stack([row_errors(weight, start, codes.expand(5, 2, 2), moment) for codes in every])
-    found = beam_search(weight, start, moment, beam_size=81)
-    assert row_errors(weight, start, found, moment).allclose(errors.amin(dim=0), rtol=1e-4)
-    assert found.equal(every[errors.argmin(dim=0), 0])
+    errors = torch.stack([row_errors(weight, start, one.expand(5, 2, 2), moment) for one in every])
+    codes = beam_search(weight, start, moment, beam_size=81)
+    assert row_errors(weight, start, codes, moment).allclose(errors.amin(dim=0), rtol=1e-4)
+    assert codes.equal(every[errors.argmin(dim=0), 0])
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

@@ -99,7 +99,10 @@ def coded(model):
 def test_all_schemes_are_covered():
     from smelt.quantization.schemes.registry import SCHEMES
 
-    assert {settings["scheme"] for settings in CODES.values()} == set(SCHEMES)
+    with_own_method = {
+        name for name, scheme in SCHEMES.items() if scheme.own_method
+    }  # refused by the later stages
+    assert {settings["scheme"] for settings in CODES.values()} == set(SCHEMES) - with_own_method
 
 
 @pytest.mark.parametrize("name", CODES)

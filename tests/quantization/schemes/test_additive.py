@@ -38,7 +38,7 @@ def test_scales_are_norms_of_rows():
     assert schemes.rounded_matrix("additive", weight).scales[:, 0].allclose(weight.norm(dim=1), rtol=1e-3)
 
 
-def test_codes_are_those_of_all_sums_with_the_least_error():
+def test_codes_give_least_error_of_all_sums():
     """Brute force over the 256 sums of two codebooks of 16 vectors."""
     torch.manual_seed(0)
     scheme, groups = find_scheme("additive"), torch.randn(6, 20, 8)
@@ -55,7 +55,7 @@ def test_codes_are_those_of_all_sums_with_the_least_error():
     assert float((greedy < least + 1e-4).float().mean()) < 0.8  # a search of one hypothesis
 
 
-def test_codebooks_are_no_worse_than_those_of_scikit_learn():
+def test_codebooks_are_no_worse_than_scikit_learn_ones():
     """One codebook is k-means of the groups divided by the norms of their rows."""
     from sklearn.cluster import KMeans
 

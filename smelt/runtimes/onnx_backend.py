@@ -42,7 +42,12 @@ from smelt.generation.backend import (
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
 from smelt.runtimes.device_gather import DeviceGather
-from smelt.runtimes.onnx_session import REEXPORT_HINT, open_onnx_session, use_huge_pages
+from smelt.runtimes.onnx_session import (
+    REEXPORT_HINT,
+    full_huge_pages,
+    open_onnx_session,
+    use_huge_pages,
+)
 
 # A full buffer is copied into one that is longer by this share: one copy for many steps, and little of
 # it is empty
@@ -470,9 +475,11 @@ class OnnxBackend:
 
     def _open(self, graph: GraphInterface) -> Any:
         path = _require_graph_file(self._folder, graph)
+        is_moved = self._large and self.device == "cpu"
+        pages_before = full_huge_pages() if is_moved else frozenset()
         session = self._opens(path, self._threads)
-        if self._large and self.device == "cpu":
-            use_huge_pages()
+        if is_moved:
+            use_huge_pages(besides=pages_before)
         inputs, outputs = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
         if missing := (graph.inputs - inputs) | (graph.outputs - outputs):
             raise InputError(

@@ -7,7 +7,7 @@ import ctypes
 import errno
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ _MADV_COLLAPSE = 25
 _MEMORY_BLOCK = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(?:\[heap\])?$", re.MULTILINE)
 
 
-def use_huge_pages() -> int:
+def use_huge_pages(besides: Collection[int] = ()) -> int:
     """Move the large memory blocks of this process to huge pages where Linux can; return their bytes.
 
     With one row, a matrix product reads each weight once, and translating the addresses of 4 KiB pages takes
@@ -138,24 +138,36 @@ def use_huge_pages() -> int:
     administrator has turned huge pages off, nothing is changed.
 
     Source: man 2 madvise, MADV_COLLAPSE; man 2 mincore.
+
+    Args:
+        besides: addresses of `full_huge_pages` that are left alone. What a process shares with the one that
+            forked it would be copied.
     """
+    pages = [address for address in full_huge_pages() if address not in besides]
+    if not pages:
+        return 0
+    size_bytes = 0
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for address in pages:
+        arguments = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE
+        if madvise(*arguments) == 0:
+            size_bytes += _HUGE_PAGE_BYTES
+        elif ctypes.get_errno() == errno.ENOMEM:
+            break  # no free memory is contiguous, and each attempt would take long
+    return size_bytes
+
+
+def full_huge_pages() -> frozenset[int]:
+    """Return the addresses of this process's memory that may be huge pages; empty where Linux has none."""
     try:
         setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:  # not Linux
-        return 0
+        return frozenset()
     if "[never]" in setting:
-        return 0
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    size_bytes = 0
-    for match in _MEMORY_BLOCK.finditer(maps):
-        for address in resident_addresses(int(match[1], 16), int(match[2], 16)):
-            if madvise(address, _HUGE_PAGE_BYTES, _MADV_COLLAPSE) == 0:
-                size_bytes += _HUGE_PAGE_BYTES
-            elif ctypes.get_errno() == errno.ENOMEM:
-                return size_bytes  # no free memory is contiguous, and each attempt would take long
-    return size_bytes
+        return frozenset()
+    blocks = [(int(match[1], 16), int(match[2], 16)) for match in _MEMORY_BLOCK.finditer(maps)]
+    return frozenset(address for block in blocks for address in resident_addresses(*block))
 
 
 def resident_addresses(start: int, end: int) -> list[int]:

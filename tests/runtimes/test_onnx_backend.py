@@ -236,7 +236,7 @@ def test_reserved_graph_is_open_until_its_call_ends(monkeypatch):
 def test_only_large_graphs_are_moved_to_huge_pages(monkeypatch, large_bytes, is_moved):
     moved = []
     monkeypatch.setattr(onnx_backend, "_LARGE_GRAPH_BYTES", large_bytes)
-    monkeypatch.setattr(onnx_backend, "use_huge_pages", lambda: moved.append(1))
+    monkeypatch.setattr(onnx_backend, "use_huge_pages", lambda besides: moved.append(1))
     with opened(exported_artifacts.exported_artifact("translator")) as runner:
         runner.backend.input_shapes("encoder_model")
     assert bool(moved) is is_moved

@@ -7,7 +7,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from smelt.runtimes.onnx_session import lacks_vnni, open_onnx_session, resident_addresses, use_huge_pages
+from smelt.runtimes.onnx_session import (
+    full_huge_pages,
+    lacks_vnni,
+    open_onnx_session,
+    resident_addresses,
+    use_huge_pages,
+)
 
 
 @pytest.mark.parametrize(("flags", "lacking"), [
@@ -79,6 +85,7 @@ def test_touched_memory_has_the_same_values_in_huge_pages():
         addresses = resident_addresses(start, start + 2 * half)
         assert len(addresses) in (7, 8)
         assert all(start <= address <= start + half - 2**21 for address in addresses)
+        assert not use_huge_pages(besides=full_huge_pages())
         if not use_huge_pages():
             pytest.skip("before Linux 6.1, or no free memory is contiguous")
         smaps = Path("/proc/self/smaps").read_text()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
-from smelt.compress.model_input import codebook_error
+from smelt.compress.model_input import COMPILED_QUANTIZED, codebook_error
 from smelt.compress.prune.settings import LearnedMasksSettings, fixed_width_errors
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
@@ -193,8 +193,13 @@ def train_with_techniques(
     """Train `model`, from `load_trainable`, in place with the techniques that are set; see `train`.
 
     Raises:
-        InputError: as `train`; or width masks are set for a model whose outputs are hidden states.
+        InputError: as `train`; or width masks are set for a model whose outputs are hidden states; or
+            torch_compile, where layers have quantized weights that are trained.
     """
+    from smelt.compress.quantize.qat import qat_layers
+
+    if settings.torch_compile and qat_layers(model):
+        raise InputError(f"{stage}: {COMPILED_QUANTIZED}", code="settings-conflict", setting="torch_compile")
     for error in training_task_errors(settings, ctx.task):
         raise InputError(f"{stage}: {error.setting}: {error.message}", code=error.code, setting=error.setting)
     train(

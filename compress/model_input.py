@@ -30,6 +30,11 @@ TRAINING_BEFORE_QUANTIZE = {
     " remaining ones: `- quantize: {}`, `- sparsify: {}`, `- WORD: {}`.",
 }
 
+COMPILED_QUANTIZED = (
+    "torch_compile: a quantized model is trained through float weights, whose layers change between updates,"
+    " so torch_compile would compile them again each time. Remove torch_compile, or train adapters (lora)."
+)
+
 
 def split_pruning_error(quantized: QuantizedInput, stage: str) -> str | None:
     """Return why `stage` cannot remove units of split layers, and what to do; None if there are none."""

@@ -378,21 +378,25 @@ def large_codebook_warnings(model: Any) -> list[Message]:
     from smelt.quantization.layers import is_quantized
 
     matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
+    with_codebooks = [matrix for matrix in matrices.values() if matrix.scheme.own_method]
     code_bytes = codebook_bytes = 0
-    for matrix in matrices.values():
+    for matrix in with_codebooks:
         specs = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options).values()
-        if matrix.scheme.own_method:
-            code_bytes += sum(stored_bytes(spec) for spec in specs if spec.per_row)
-            codebook_bytes += sum(stored_bytes(spec) for spec in specs if not spec.per_row)
+        code_bytes += sum(stored_bytes(spec) for spec in specs if spec.per_row)
+        codebook_bytes += sum(stored_bytes(spec) for spec in specs if not spec.per_row)
     if codebook_bytes <= code_bytes:
         return []
+    setting, advice = "scheme", "Use another scheme."
+    if any(matrix.options["nbits_per_codebook"] == 8 for matrix in with_codebooks):
+        setting, advice = "nbits_per_codebook", "Set nbits_per_codebook: 4, or use another scheme."
+    elif (count := max(int(matrix.options["num_codebooks"]) for matrix in with_codebooks)) > 1:
+        setting, advice = "num_codebooks", f"Decrease num_codebooks (now {count}), or use another scheme."
     return [
         warning(
             "large-codebooks",
             f"The codebooks take {codebook_bytes:,} bytes, more than the codes and scales"
-            f" ({code_bytes:,} bytes), because the matrices are small. Use smaller codebooks"
-            " (nbits_per_codebook: 4), or another scheme.",
-            setting="nbits_per_codebook",
+            f" ({code_bytes:,} bytes), because the matrices are small. {advice}",
+            setting=setting,
         )
     ]
 

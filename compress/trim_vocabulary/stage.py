@@ -17,7 +17,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message
 from smelt.data.tasks import Task, tasks_with
-from smelt.models.families.registry import is_user_module
+from smelt.models.families.registry import is_user_module, reads_arrays
 from smelt.stage import Context, Need, Stage
 from smelt.tasks.registry import task_spec
 
@@ -70,7 +70,7 @@ class TrimVocabulary(Stage[TrimVocabularySettings]):
         """Return the errors, by setting, for a model of this config, and the config of the result."""
         vocab_size = config.get("vocab_size")
         errors: list[Message] = []
-        if is_user_module(config):
+        if is_user_module(config) and not reads_arrays(config):  # whose task is refused
             text = "in a PyTorch module of your own the token embedding is not known. Remove the stage."
             errors.append(error_message("does-not-fit-model", text))
         if settings.size is not None and isinstance(vocab_size, int) and settings.size > vocab_size:

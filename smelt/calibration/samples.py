@@ -398,7 +398,7 @@ def token_rows(x: Tensor, batch: TensorBatch, source: bool) -> Tensor:
         return x.flatten(0, -2)
     if x.shape[:-1] == mask.flatten().shape:
         return x[mask.flatten().to(x.device)]
-    if x.shape[: mask.dim()] == mask.shape:
+    if x.shape[:-1][: mask.dim()] == mask.shape:  # not [B, K], even where K = L
         return x[mask.to(x.device)].flatten(0, -2)
     return x.flatten(0, -2)
 

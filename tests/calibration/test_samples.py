@@ -11,6 +11,7 @@ from smelt.calibration.samples import (
     CalibrationSamples,
     default_sample_count,
     load_calibration_samples,
+    token_rows,
 )
 from smelt.data.splits import Example, Split, spread_indices
 from smelt.models.checkpoint import load_model, load_tokenizer
@@ -36,6 +37,16 @@ def test_samples_of_subset_have_no_padding():
     assert {name: value.tolist() for name, value in samples.batches[0].items()} == {
         "input_ids": [[5, 6]], "attention_mask": [[1, 1]], "decoder_input_ids": [[1, 7]], "labels": [[7, 8]],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "expected"), [
+    ((2, 4, 3), 6), ((2, 4, 5, 3), 30), ((8, 3), 6), ((2, 4, 4), 6),
+    ((2, 3), 2), ((2, 4), 2),  # one vector for each sample, also as wide as the batch is long
+])  # fmt: skip
+def test_inputs_of_padding_are_left_out(shape, expected):
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])}
+    x = torch.arange(math.prod(shape)).reshape(shape).float()
+    assert token_rows(x, batch, source=True).shape == (expected, shape[-1])
 
 
 @pytest.mark.parametrize(("sizes", "wanted", "numbers"), [

@@ -9,6 +9,8 @@ from transformers.training_args import OptimizerNames
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
 from smelt.compress.finetune import Finetune, FinetuneSettings
+from smelt.compress.quantize.settings import QuantizeSettings
+from smelt.compress.quantize.stage import Quantize
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.tasks.samples import EncodedSample, collate
@@ -200,3 +202,18 @@ def test_compilation_is_refused_with_layers_that_change_and_inner_states():
         settings(**other)
         with raises_setting_codes("settings-conflict"):
             settings(**other, torch_compile=True)
+
+
+@pytest.mark.parametrize("stage", [Finetune, Distill])
+def test_compilation_is_refused_for_quantized_weights_that_are_trained(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)  # takes long
+    data = {"train": Split("x", tuple(Example(f"red dogs {n}", label="LABEL_0") for n in range(4)))}
+    source = tiny.as_artifact(tiny.write_bert(tmp_path / "model"), "text-classification")
+    ctx = harness.make_context(tmp_path / "quantized" / "out", "text-classification")
+    Quantize()(source, QuantizeSettings(), ctx)
+    quantized = tiny.as_artifact(ctx.out, "text-classification")
+    ctx = harness.make_context(tmp_path / "trained" / "out", "text-classification", data=data)
+    ctx.ancestors["model"] = source
+    with raises_code("settings-conflict") as refused:
+        stage()(quantized, stage.settings_type(**PLAIN, torch_compile=True), ctx)
+    assert refused.value.setting == "torch_compile"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, combined_error
-from smelt.core.files import json_hash, resolve_path
+from smelt.core.files import json_hash, path_exists, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, info
 from smelt.core.system import require_package
@@ -124,6 +124,8 @@ def _has_adapter(path: Path) -> bool:
     Raises:
         InputError: it has a model too: smelt would read one of them, transformers the other.
     """
+    if not path_exists(path):  # also a name that is too long
+        return False
     if (path / ADAPTER_CONFIG).is_file() and has_weights(path):
         raise InputError(
             f"{path}: both a model and an adapter ({ADAPTER_CONFIG}). Move one of them to another folder.",

@@ -55,6 +55,7 @@ from smelt.pipeline.plan.run_checks import (
     check_stage_metrics,
     check_trackers,
     choose_judging_split,
+    compiled_training_notes,
     custom_metric_notes,
     plan_gates,
     read_data,
@@ -343,6 +344,7 @@ def _notes(context: CheckContext) -> Iterator[Message]:
     yield from unsuitable_method_notes(steps)
     yield from torch_only_notes(steps)
     yield from simulated_activation_notes(steps)
+    yield from compiled_training_notes(steps)
     yield from custom_metric_notes(context.recipe)
 
 

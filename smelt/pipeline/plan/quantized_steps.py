@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
+from smelt.compress.model_input import AFTER_QUANTIZE, COMPILED_QUANTIZED, TRAINING_BEFORE_QUANTIZE
 from smelt.core.messages import Message, error_message, warning
 from smelt.models.quantization_config import parse_quantization_config
 from smelt.pipeline.inspect.model_info import QuantizedModelInfo
@@ -173,6 +173,8 @@ def _qat_conflicts(settings: Any, before: _QuantizationState) -> Iterator[Messag
     qat = getattr(settings, "qat", None)
     halved = [name for name, scheme in SCHEMES.items() if scheme.split_scheme]
     lora = getattr(settings, "lora", None)
+    if lora is None and getattr(settings, "torch_compile", False):
+        yield error_message("settings-conflict", COMPILED_QUANTIZED)
     if lora is not None and lora.use_dora and not before.has_float_layers:
         text = f"lora: use_dora supports only float layers, and they are {before.linear_scheme}. Remove it."
         yield error_message("unsupported-layer", text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from smelt.evaluate.custom_metric import load_custom_metric
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, find_metric, is_custom_metric
 from smelt.pipeline.inspect.machine import cuda_missing_reason, training_device
 from smelt.pipeline.plan.check_context import CheckContext, skip_if_invalid
-from smelt.pipeline.plan.plan import PlannedGate, read_split_source
+from smelt.pipeline.plan.plan import PlannedGate, PlanStep, read_split_source
 from smelt.pipeline.plan.warnings import MIN_JUDGING_ROWS
 from smelt.pipeline.recipe.recipe import SPEED_METRICS, TRACKER_PACKAGES, JudgedOn, ParsedRecipe
 from smelt.pipeline.recipe.stages import MODEL_STEP
@@ -258,6 +259,15 @@ def check_compiled_trainings(context: CheckContext) -> Iterator[Finding]:
         settings: Any = step.settings
         if getattr(settings, "torch_compile", False) and (message := _missing_compiler()) is not None:
             yield context.setting_path(step.name, "torch_compile"), message
+
+
+def compiled_training_notes(steps: Sequence[PlanStep]) -> Iterator[Message]:
+    """Yield a note for each training that is compiled: until its first update it seems to hang."""
+    for step in steps:
+        settings: Any = step.settings
+        if getattr(settings, "torch_compile", False):
+            text = "torch_compile compiles before the first update, which takes a minute or more."
+            yield replace(info("compilation-time", text), step=step.name)
 
 
 @skip_if_invalid("baseline")

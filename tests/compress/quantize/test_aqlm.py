@@ -21,6 +21,7 @@ from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize, large_codebook_warnings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
+from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
 from smelt.models.families.registry import blocks_of
 from smelt.quantization.scheme import UnpackedWeights
@@ -129,6 +130,20 @@ def test_layers_and_blocks_gain_over_codebooks_of_weights(family, tmp_path):
     )
 
 
+@pytest.mark.parametrize("method", ["aqlm", "gptq", "autoround"])
+def test_pooler_is_quantized_where_texts_have_as_many_tokens_as_the_model_is_wide(method, tmp_path):
+    """Both 32; the pooler gets one vector for each text, whose shape is then that of the attention mask."""
+    source = every_family.model_with_layers("bert", 1)
+    texts = ["a man in a red hat walks " * 8, "two dogs run"] * 4
+    data = Split("x", tuple(Example(text, label=f"LABEL_{n % 2}") for n, text in enumerate(texts)))
+    scheme = "additive" if method == "aqlm" else "int4"
+    settings = {"iterations": 1} if method != "gptq" else {}
+    settings = QuantizeSettings(scheme=scheme, method=method, calibration_samples=8, **settings)
+    ctx = harness.run_stage(Quantize(), settings, source, tmp_path / "out", "text-classification", data)
+    pooler = harness.load_output_model(ctx).bert.pooler.dense
+    assert pooler.matrix.scheme.name == scheme
+
+
 def test_block_without_gain_keeps_codes_of_its_layers(tmp_path, monkeypatch):
     _, plain = run("bert", tmp_path / "plain", iterations=1)
     monkeypatch.setattr(module.BlockLoss, "on_other_samples", lambda *_: 1.5)
@@ -155,6 +170,16 @@ def test_codebooks_larger_than_codes_are_reported():
     for inputs, codes in ((256, []), (16, ["large-codebooks"])):
         model = nn.ModuleList([quantize_module(nn.Linear(inputs, 64), "additive", options)])
         assert message_codes(large_codebook_warnings(model)) == codes
+
+
+@pytest.mark.parametrize(
+    ("count", "bits", "setting"),
+    [(2, 8, "nbits_per_codebook"), (2, 4, "num_codebooks"), (1, 4, "scheme")],
+)
+def test_large_codebooks_are_reported_with_a_setting_that_makes_them_smaller(count, bits, setting):
+    options = {"num_codebooks": count, "nbits_per_codebook": bits}
+    model = nn.ModuleList([quantize_module(nn.Linear(16, 64), "additive", options)])
+    assert [message.setting for message in large_codebook_warnings(model)] == [setting]
 
 
 def test_methods_on_a_grid_and_other_schemes_are_refused():

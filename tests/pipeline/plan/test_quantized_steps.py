@@ -83,6 +83,16 @@ def test_learned_scales_require_quantized_weights(folder):
     ]
 
 
+@pytest.mark.parametrize("stage", ["finetune", "distill"])
+def test_compiled_training_of_quantized_weights_is_rejected(stage, folder, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/c++")
+    compiled = f"{stage}: {{torch_compile: true}}"
+    assert refused(folder, compiled) == [("settings-conflict", f"stages[0].{stage}")]
+    with_adapters = f"{stage}: {{torch_compile: true, lora: {{}}}}"
+    for steps, model in (((with_adapters,), "gptq"), ((compiled, "quantize: {}"), "float")):
+        harness.smelt("plan", recipe(folder, *steps, model=model), code=0)
+
+
 def test_unlearnable_scales_are_rejected_by_plan(folder):
     learned = "finetune: {qat: {scales: lsq}}"
     steps = ("quantize: {scheme: bnb-nf4}", "finetune: {}", f"{learned}\n    name: again")

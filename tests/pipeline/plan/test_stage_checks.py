@@ -3,6 +3,7 @@
 import json
 
 from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support.expected_errors import message_locations, raises_code
 
@@ -36,6 +37,16 @@ def test_windows_longer_than_model_positions_are_rejected(tmp_path):
 
 def test_windows_as_long_as_model_positions_are_accepted(tmp_path):
     assert _plan(tmp_path, 256).recipe.data.windows.length == 256
+
+
+def test_compilation_before_first_update_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/c++")
+    assert "compilation-time" not in message_codes(_plan(tmp_path, 256).notes)
+    monkeypatch.setattr(
+        f"{__name__}.RECIPE", RECIPE.replace("max_steps: 1", "max_steps: 1, torch_compile: true")
+    )
+    [note] = [note for note in _plan(tmp_path, 256).notes if note.code == "compilation-time"]
+    assert (note.severity, note.step) == ("info", "finetune")
 
 
 def test_compiled_training_requires_a_compiler(tmp_path, monkeypatch):

@@ -52,6 +52,11 @@ class FinishedRun:
     folder: Path
     report: ReportData
 
+    def finished_step(self, name: str) -> StepReport | None:
+        """Return the step `name`; None if the run has none, or it was skipped or failed."""
+        finished = (step for step in self.report.steps if step.status in ("done", "cached"))
+        return next((step for step in finished if step.name == name), None)
+
     def statistics(self, step: str) -> Mapping[str, Any]:
         """Return the statistics of a step by metric; empty where the run did not keep them.
 
@@ -116,17 +121,17 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     steps = []
     differences: list[dict[str, Any]] = []
     for name in names:
-        base = first.statistics(name)
+        base_step, base = first.finished_step(name), first.statistics(name)
         entries: list[dict[str, Any] | None] = []
         for run in runs:
-            step = next((step for step in run.report.steps if step.name == name), None)
-            if step is None or step.status not in ("done", "cached"):
+            step = run.finished_step(name)
+            if step is None:
                 entries.append(None)
                 continue
             statistics = base if run is first else run.statistics(name)
             quality: dict[str, dict[str, Any]] = {
                 metric: score.model_dump(mode="json", include=_SCORE_KEYS)
-                | ({} if run is first else _paired(metric, statistics, base))
+                | ({} if run is first else _paired(metric, statistics, base_step, base))
                 for metric, score in step.quality.items()
             }
             differences += [score["difference"] for score in quality.values() if "difference" in score]
@@ -144,8 +149,17 @@ def compare_runs(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     }
 
 
-def _paired(metric: str, run_statistics: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    if metric not in run_statistics or metric not in base:
+def _paired(
+    metric: str, run_statistics: Mapping[str, Any], base_step: StepReport | None, base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the difference from the first run, whose step and statistics are `base_step` and `base`."""
+    if base_step is None:
+        return {"reason": "no-reference-step"}
+    if metric not in base_step.quality:
+        return {"reason": "no-reference-score"}
+    if metric not in base:
+        return {"reason": "no-reference-statistics"}
+    if metric not in run_statistics:
         return {"reason": "no-statistics"}
     try:
         difference = compare_steps(
@@ -217,7 +231,10 @@ def _score_cells(score: Mapping[str, Any] | None, metric: str) -> list[str]:
 
 
 PAIR_REASONS = {
-    "no-statistics": f"a run has no statistics of its samples in {SCORES_FOLDER}/",
+    "no-reference-step": "the first run has no such step, or it was skipped or failed",
+    "no-reference-score": "the first run has no such score of this step",
+    "no-reference-statistics": f"the first run has no statistics by sample in {SCORES_FOLDER}/STEP.json.gz",
+    "no-statistics": f"this run has no statistics by sample in {SCORES_FOLDER}/STEP.json.gz",
     "other-examples": "the samples differ",
     "other-signature": "the metric's settings differ",
     "count-mismatch": "the numbers of samples differ",
@@ -229,15 +246,16 @@ def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
     notes = [
         f"Differences are from {comparison['reference']}, with 95 % intervals; * p < 0.05 (paired test)."
     ]
-    missing: dict[str, set[str]] = {}
+    steps_by_gap: dict[tuple[str, str, str], list[str]] = {}
     for step in comparison["steps"]:
         for run in step["runs"]:
             for metric, score in (run or {"quality": {}})["quality"].items():
                 if "reason" in score:
-                    missing.setdefault(score["reason"], set()).add(f"{metric} of {run['run']}")
+                    gap = (run["run"], metric, score["reason"])
+                    steps_by_gap.setdefault(gap, []).append(step["step"])
     notes += [
-        f"No paired test for {', '.join(sorted(which))}: {PAIR_REASONS.get(reason, reason)}."
-        for reason, which in sorted(missing.items())
+        f"No paired test of {metric} in {name} at {', '.join(steps)}: {PAIR_REASONS.get(reason, reason)}."
+        for (name, metric, reason), steps in steps_by_gap.items()
     ]
     if any(run and run["latency_ms"] for step in comparison["steps"] for run in step["runs"]):
         machine_note = "" if comparison["same_machine"] else " on different machines"

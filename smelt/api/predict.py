@@ -77,7 +77,8 @@ class Predictor:
             cores suffice for, else 1.
 
     Raises:
-        InputError: the folder is not an artifact, a file was changed, or generation settings are invalid.
+        InputError: the folder is not an artifact, a file was changed, or `workers` or generation settings
+            are invalid.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Predictor:
         scored = scored_generation(folder, self._artifact)
         self._generation = parse_generation(generation_with(scored, generation))
         self._threads = default_threads(self._artifact.manifest) if threads is None else threads
-        self._device, self._batch_size, self._workers = device, batch_size, workers
+        self._device, self._batch_size = device, batch_size
+        self._workers = None if workers is None else as_count(workers, "workers")
         self._cuts, self._seen = TruncationCounter(), 0
 
     @property

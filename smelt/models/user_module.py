@@ -171,7 +171,9 @@ class UserModuleForArrays(_UserModule):
                 " inputs.",
                 code="wrong-output",
             )
-        return ArraysOutput(outputs, torch.cat([value.flatten(1) for value in outputs.values()], dim=1))
+        # flatten(1) fails on outputs [B]; len() would fix the batch size of an exported graph
+        matrices = [value.reshape(value.shape[0], -1) for value in outputs.values()]
+        return ArraysOutput(outputs, torch.cat(matrices, dim=1))
 
     def example_inputs(self, batch_size: int) -> dict[str, Tensor]:
         """Return inputs: normally distributed numbers, and zeros as integers, which are valid indices."""

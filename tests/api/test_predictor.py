@@ -37,6 +37,13 @@ def test_answers_are_in_order_for_any_chunk_size(translator, monkeypatch):
     assert len(set(expected)) > 3
 
 
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])
+def test_number_of_workers_is_a_positive_integer(classifier, workers):
+    with raises_code("wrong-value", InputError) as caught:
+        Predictor(classifier, {}, workers=workers)
+    assert caught.value.setting == "workers"
+
+
 def test_samples_differ_between_chunks(translator, monkeypatch):
     monkeypatch.setattr(predicting, "_CHUNK_SIZE", 4)
     same = [TEXTS[0]] * 8

@@ -81,7 +81,7 @@ def fetch_folder(model: str, base: Path) -> Path:
     if not _has_adapter(path):
         return path
     adapter = read_adapter(path)
-    return _merge_once(adapter, _base_folder(adapter) or _download(adapter.base))
+    return _merge_once(adapter, _base_folder(adapter) or _download_base(adapter))
 
 
 def merged_model_folder(path: Path) -> Path:
@@ -182,6 +182,14 @@ def _download(model: str) -> Path:
             return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises many types; all mean that the download failed
         raise hub_error(model, offline_reason, error) from error
+
+
+def _download_base(adapter: PeftAdapter) -> Path:
+    try:
+        return _download(adapter.base)
+    except InputError as error:
+        text = f"{adapter.folder}: the base model of this adapter: {error}"
+        raise InputError(text, code=error.code, file=str(adapter.folder / ADAPTER_CONFIG)) from error
 
 
 def _merge_once(adapter: PeftAdapter, base: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from smelt.core.errors import InputError
 from smelt.data.csv_rows import read_file_rows
-from smelt.data.images import read_image_rows
+from smelt.data.images import ARCHIVE_SUFFIX, read_image_rows
 from smelt.data.splits import Columns
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
@@ -66,7 +66,7 @@ def module_recipe_text(
     Raises:
         InputError: the data or the module is invalid.
     """
-    info = inspect_data(data, options.task, options.columns) if data else None
+    info = _data_info(options, data) if data else None
     splits = {*(info.splits if info else _PLACEHOLDERS), *(info.fractions if info else ())}
     calibrated = bool(splits & {"calibration", "train"})
     is_text = task_traits(options.task).modality == "text"
@@ -84,6 +84,28 @@ def module_recipe_text(
         else:
             return text
     raise AssertionError("the last recipe is returned or raises")
+
+
+def _data_info(options: ModuleOptions, data: Sequence[Path]) -> DataInfo:
+    """Return the splits of `data`.
+
+    Raises:
+        InputError: `missing-setting`: no option says that the module reads images or texts, and no file has
+            arrays; as `inspect_data`.
+    """
+    try:
+        return inspect_data(data, options.task, options.columns)
+    except InputError as error:
+        reads_arrays = task_traits(options.task).modality == "arrays"
+        has_arrays = any(p.suffix == ARCHIVE_SUFFIX or any(p.glob(f"**/*{ARCHIVE_SUFFIX}")) for p in data)
+        if not reads_arrays or has_arrays or error.code not in ("missing-data", "wrong-format"):
+            raise
+        raise InputError(
+            f"--data {', '.join(map(str, data))}: no {ARCHIVE_SUFFIX} files, which a module of arrays reads."
+            " For a module that classifies images add --image-size or --processor; for one that classifies"
+            " texts add --tokenizer.",
+            code="missing-setting",
+        ) from error
 
 
 def _model_lines(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from smelt.training.settings import PEFT_VERSION
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_MAX_PROBLEM = 300  # characters of an error of peft
 _PREFIX = "base_model.model."  # of names in the adapter's file
 _HEADS = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 # Fields of peft's LoraConfig whose adapters are no change of the weights alone, or that import a module by
@@ -205,7 +207,7 @@ def _merged(adapter: PeftAdapter, base: Path, model: Any, stored: set[str]) -> A
         needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         known = needed | set(adapted.state_dict())
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        raise _mismatch(adapter, base, " ".join(str(error).split())[:300]) from error
+        raise _mismatch(adapter, base, str(error)) from error
     if wrong := sorted((needed - stored) | (stored - known)):
         where = "not in the adapter's file" if wrong[0] in needed else "not in the model"
         raise _mismatch(adapter, base, f"'{wrong[0]}' is {where}")
@@ -216,8 +218,9 @@ def _merged(adapter: PeftAdapter, base: Path, model: Any, stored: set[str]) -> A
 
 
 def _mismatch(adapter: PeftAdapter, base: Path, problem: str) -> InputError:
+    shown = textwrap.shorten(problem, _MAX_PROBLEM, placeholder=" [...]").rstrip(".")
     return InputError(
-        f"{adapter.folder}: the adapter does not fit its base model {base}: {problem}. Set"
+        f"{adapter.folder}: the adapter does not fit its base model {base}: {shown}. Set"
         " base_model_name_or_path to the model that it was trained on.",
         code="adapter-mismatch",
     )

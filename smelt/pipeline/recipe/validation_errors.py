@@ -335,6 +335,7 @@ def _error_messages(
         else:
             expected = _expected_text(subschema, schema) if subschema else ""
             expected = expected or detail["msg"].removeprefix("Input should be ")
+            expected += _unit_text(error_path)
             string_values = [w for w in _allowed_values(subschema, schema) if isinstance(w, str)]
             hint = did_you_mean(found_value, string_values) if isinstance(found_value, str) else ""
             code = "wrong-value"
@@ -438,6 +439,12 @@ def _schema_text(part: Schema, root: Schema | None) -> str:
     if kind == "object":
         return _mapping_text(part.get("properties", {}))
     return {"string": "a string", "boolean": "true or false"}.get(str(kind), "")
+
+
+def _unit_text(path: KeyPath) -> str:
+    """Return " of bytes" for a limit of a size, which many write as text, such as 8MB."""
+    is_size = path[-2:-1] in (("size_bytes",), ("size",)) and path[-1] in ("min", "max")
+    return " of bytes" if is_size else ""
 
 
 def _bounds_text(part: Schema) -> str:

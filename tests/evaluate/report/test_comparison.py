@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from smelt.evaluate.report.comparison import (
     compare_runs,
     comparison_html,
     comparison_markdown,
+    comparison_notes,
     comparison_plot,
     comparison_text,
     read_runs,
@@ -78,7 +80,7 @@ def test_differences_use_paired_test_with_holm_correction(runs):
     ]
     assert actual[1]["difference"] < -10
     # the other steps have no stored statistics
-    assert entry(comparison, names[0])[1]["quality"]["bleu"]["reason"] == "no-statistics"
+    assert entry(comparison, names[0])[1]["quality"]["bleu"]["reason"] == "no-reference-statistics"
 
 
 def test_different_samples_are_not_compared_in_pairs(runs, tmp_path):
@@ -86,6 +88,37 @@ def test_different_samples_are_not_compared_in_pairs(runs, tmp_path):
     other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
     score = entry(compare_runs(read_runs([old, other])), names[1])[1]["quality"]["bleu"]
     assert (score["reason"], "difference" in score) == ("other-examples", False)
+
+
+def rename_step(folder, name):
+    report = (folder / "report.json").read_text()
+    (folder / "report.json").write_text(report.replace(json.dumps(name), '"renamed"'))
+
+
+def remove_file(folder, name):
+    (folder / SCORES_FOLDER / f"{name}.json.gz").unlink()
+
+
+@pytest.mark.parametrize(("reason", "change"), [
+    ("no-reference-step", lambda old, new, name: rename_step(old, name)),
+    ("no-reference-step", lambda old, new, name: change_step(old, name, skip)),
+    ("no-reference-score", lambda old, new, name: change_step(old, name, lambda s: s.update(quality={}))),
+    ("no-reference-statistics", lambda old, new, name: remove_file(old, name)),
+    ("no-statistics", lambda old, new, name: remove_file(new, name)),
+])  # fmt: skip
+def test_reason_names_what_is_missing_in_which_run(runs, reason, change):
+    old, new, names = runs
+    change(old, new, names[1])
+    comparison = compare_runs(read_runs([old, new]))
+    assert entry(comparison, names[1])[1]["quality"]["bleu"]["reason"] == reason
+
+
+def test_each_step_without_a_paired_test_is_in_one_note(runs, tmp_path):
+    old, _, names = runs
+    other, _ = write_run(tmp_path / "other", WORSE, references=[f"{text} today" for text in REFERENCES])
+    notes = comparison_notes(compare_runs(read_runs([old, other])))
+    untested = [set(re.split(r"[\s,:]+", note)) & {*names} for note in notes if "bleu" in note]
+    assert sorted(untested, key=len) == [{names[1]}, {*names} - {names[1]}]
 
 
 def test_disturbed_speeds_are_marked(runs):
@@ -163,7 +196,7 @@ def test_rule_is_not_judged_if_samples_differ_or_are_missing(runs, tmp_path):
     regressions = check_rules(compare_runs(read_runs([old, other])), ["bleu drops 90"])
     assert not any(isinstance(regression, Regression) for regression in regressions)
     reasons = {regression.step: regression.reason for regression in regressions}
-    assert (reasons[names[1]], reasons[names[0]]) == ("other-examples", "no-statistics")
+    assert (reasons[names[1]], reasons[names[0]]) == ("other-examples", "no-reference-statistics")
     assert len(reasons) == len(names)
 
 

@@ -78,6 +78,22 @@ def test_invalid_module_writes_no_recipe(tmp_path):
     assert not (tmp_path / "failing.yaml").exists()
 
 
+@pytest.mark.parametrize("data", [("train.jsonl",), (".",), ("empty",)])
+def test_option_that_names_the_inputs_is_asked_for(tmp_path, data):
+    user_modules.write_module(tmp_path, "cnn")
+    (tmp_path / "empty").mkdir()
+    error = command_error(init("cnn", *(part for path in data for part in ("--data", path)), code=2))
+    assert error.code == "missing-setting"
+
+
+def test_folder_with_arrays_that_has_no_samples_of_its_own_is_missing_data(tmp_path):
+    array_modules.write_module(tmp_path, "two_heads")
+    (tmp_path / "other" / "sub").mkdir(parents=True)
+    (tmp_path / "train.npz").rename(tmp_path / "other" / "sub" / "train.npz")
+    error = command_error(init("two_heads", "--data", "other", code=2))
+    assert error.code == "missing-data"
+
+
 @pytest.mark.parametrize("options", [
     (), ("bert", "--module", "nets:cnn"), ("bert", "--weights", "x"), ("--module", "nets:cnn"),
     ("--module", "nets:cnn", "--weights", "x", "--fast"),

@@ -13,6 +13,7 @@ from smelt.core.messages import message_codes
 from smelt.models.checkpoint import load_model
 from smelt.pipeline.inspect.find_model import fetch_model, local_model_folder
 from smelt.pipeline.inspect.model_info import inspect_model
+from smelt.pipeline.inspect.peft_adapter import ADAPTER_CONFIG, _mismatch, read_adapter
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support import harness
 from tests.support.expected_errors import raises_code
@@ -147,8 +148,11 @@ def test_base_of_other_shapes_missing_head_and_two_models_are_refused(tmp_path: 
     folder = write_adapter(tmp_path / "adapter", base, kind, **CLASSIFIER)
     wide = tiny.write_bert(tmp_path / "wide", hidden_size=64)
     write_config(folder, base_model_name_or_path=str(wide))
-    with raises_code("adapter-mismatch", InputError):
+    with raises_code("adapter-mismatch", InputError) as caught:
         local_model_folder("adapter", tmp_path)
+    shown, cause = str(caught.value), str(caught.value.__cause__)
+    assert len(shown) < len(cause)  # peft names each matrix
+    assert shown.partition(" [...]")[0].split()[-1] in cause.split()  # cut between words
     encoder = tmp_path / "encoder"
     transformers.AutoModelForMaskedLM.from_pretrained(base).save_pretrained(encoder)
     for name in ("vocab.txt", "tokenizer_config.json"):
@@ -182,6 +186,28 @@ def test_hub_base_is_downloaded_by_the_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("smelt.pipeline.inspect.find_model.hub_unreachable_reason", lambda: None)
     assert (fetch_model("adapter", tmp_path, "text-classification") / "model.safetensors").is_file()
     assert calls[0]
+
+
+def test_error_of_a_hub_base_that_is_not_there_names_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny.write_bert(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, "AutoModelForSequenceClassification", **CLASSIFIER)
+    write_config(folder, base_model_name_or_path="nobody/nothing")
+    reason = "the hub is not used"
+    monkeypatch.setattr("smelt.pipeline.inspect.find_model.hub_unreachable_reason", lambda: reason)
+    with raises_code("not-in-hub-cache", InputError) as caught:
+        fetch_model("adapter", tmp_path, None)
+    assert caught.value.file == str(folder / ADAPTER_CONFIG)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("problem", ["it fails.", "it fails.."])
+def test_problem_of_a_mismatch_ends_with_one_full_stop(tmp_path: Path, problem: str) -> None:
+    base = tiny.write_bert(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, "AutoModelForSequenceClassification", **CLASSIFIER)
+    text = str(_mismatch(read_adapter(folder), base, problem))
+    assert text.replace("[...]", "").count("..") == 0
 
 
 def test_adapter_is_planned_inspected_run_and_teaches(tmp_path: Path) -> None:

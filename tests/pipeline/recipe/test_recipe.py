@@ -178,6 +178,7 @@ threads: 0
      ("1 to 4096", "[0]")),
     ("score: {batch_size: '8'}", "wrong-value", "score.batch_size", ("1 and 4096", "'8'")),
     ("gates: {bleu: {max_drop: -1}}", "wrong-value", "gates.bleu.max_drop", ("-1",)),
+    ("gates: {size_bytes: {max: 8MB}}", "wrong-value", "gates.size_bytes.max", ("of bytes", "8MB")),
     ("gates: {bleu: {max: 3}}", "does-not-fit-metric", "gates.bleu.max", ("max_drop or min",)),
     ("gates: {bleu: {max_drop: 1, confidence: 95}}", "wrong-value", "gates.bleu.confidence",
      ("0.5 and 0.999", "95")),

@@ -91,6 +91,19 @@ def test_convolutions_and_optional_inputs_are_scored_by_an_own_metric(tmp_path, 
     assert f"{error:.4f}" in scored.stdout
 
 
+def test_module_with_one_number_per_sample_is_distilled_and_exported(tmp_path):
+    steps = run(tmp_path, "one_number", (f"distill: {{{TRAINING}}}", "onnx"))
+    assert steps["onnx"]["quality"]["agreement"]["value"] > 99
+    signal = np.load(tmp_path / "test.npz")["signal"].astype(np.float32)
+    artifacts = tmp_path / "run" / "artifacts"
+    with smelt.load(artifacts / "distill") as model:
+        expected = model.run({"signal": signal})["output"]
+    session = onnxruntime.InferenceSession(artifacts / "onnx" / "model.onnx")
+    (output,) = session.run(["output"], {"signal": signal})
+    assert output.shape == (len(signal),)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+
+
 def test_forward_that_reads_values_is_factorized_without_counting_operations(tmp_path):
     steps = run(tmp_path, "branching", ("factorize: {method: tucker, keep_ratio: 0.5, optimize_for: size}",))
     assert steps["factorize"]["parameters"] < steps["model"]["parameters"]

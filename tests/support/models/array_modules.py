@@ -110,6 +110,10 @@ def several():
     return Returning(lambda y: (y, y * 2))
 
 
+def one_number():
+    return Returning(lambda y: y[:, 0])
+
+
 def failing():
     return Returning(lambda y: y.reshape(7, 7))
 """

@@ -88,6 +88,11 @@ def is_negligible_loss(step: Scored, metric: str) -> bool:
     return all(abs(tested[name].difference) <= NEGLIGIBLE_POINTS for name in judged)
 
 
+def notable_losses(step: Scored, metrics: Sequence[str]) -> list[str]:
+    """Return the metrics by which a step is significantly worse, other than by a negligible loss."""
+    return [metric for metric in metrics if is_worse(step, metric) and not is_negligible_loss(step, metric)]
+
+
 def refused_losses(step: StepReport, metrics: Sequence[str]) -> list[str]:
     """Return the metrics by which a step is significantly worse, without a gate that allows it.
 
@@ -95,11 +100,7 @@ def refused_losses(step: StepReport, metrics: Sequence[str]) -> list[str]:
     """
     if passes_gates(step, metrics[0]):
         return []
-    return [
-        metric
-        for metric in metrics
-        if is_worse(step, metric) and not passes_gates(step, metric) and not is_negligible_loss(step, metric)
-    ]
+    return [metric for metric in notable_losses(step, metrics) if not passes_gates(step, metric)]
 
 
 def is_decidable(scored: Scored, metric: str) -> bool:

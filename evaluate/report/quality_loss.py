@@ -61,13 +61,10 @@ def signed_difference(scored: Scored, metric: str) -> float:
 
 
 def is_worse(scored: Scored, metric: str) -> bool:
-    """Return whether a step loses significantly, by the p-value of this one comparison."""
+    """Return whether a step loses significantly, as the asterisk of the difference shows."""
     if metric not in scored.against_baseline or metric not in scored.quality:
         return False
-    difference = scored.against_baseline[metric]
-    if difference.is_random or not round(difference.difference, view.MAX_DIGITS):
-        return False
-    return view.is_significant_p_value(difference.p_value) and signed_difference(scored, metric) < 0
+    return view.is_significant(scored.against_baseline[metric]) and signed_difference(scored, metric) < 0
 
 
 def passes_gates(step: StepReport, metric: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.messages import Message, warning
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import view
+from smelt.evaluate.report.disturbance import disturbance_text
 from smelt.evaluate.report.quality_loss import (
     NEGLIGIBLE_POINTS,
     Scored,
@@ -100,16 +101,17 @@ def decide(report: ReportData) -> Verdict:
     """Return the verdict of a finished run: the step to deploy, or why none is recommended.
 
     Candidates are the deployable steps, other than the baseline, that were compared with it, are better than
-    chance, fail no gate, and lose nothing significant by any metric (p < 0.05, not corrected, so that the
-    interval in the text shows the same; `quality_loss`). A loss is accepted where the step's gates on that
+    chance, fail no gate, and lose nothing significant by any metric (p < 0.05, not corrected, and an
+    interval without zero; `quality_loss`). A loss is accepted where the step's gates on that
     metric, or on the first one, pass, and up to 1 point of a metric that is perfect for the baseline by
     definition. With too few examples for any loss to be significant nothing is recommended.
 
     Recommended is the fastest candidate by the paired speed-up at the smallest batch size; of steps as fast
-    (their intervals overlap, or the speed-ups differ by less than 2 %) the smallest of those that lose nothing
-    significant by any metric, else, where a gate accepts all their losses, the smallest. Where the times of a candidate that may be the fastest were disturbed, processor time decides. Where nothing was
-    timed, or nothing is faster, it is the smallest, of graphs for ONNX Runtime if there are any. If the step
-    was also scored on test and fails a gate there, none is recommended: another would be chosen on test.
+    (their intervals overlap, or the speed-ups differ by less than 2 %) the smallest of those that lose
+    nothing significant by any metric; where gates accept a loss of each, the smallest. Where the times of a
+    candidate that may be the fastest were disturbed, processor time decides. Where nothing was timed, or
+    nothing is faster, it is the smallest, of graphs for ONNX Runtime if there are any. If the step was also
+    scored on test and fails a gate there, none is recommended: another would be chosen on test.
     """
     metrics = judged_metrics(report)
     steps = [
@@ -150,8 +152,9 @@ def decide(report: ReportData) -> Verdict:
 def shortlisted(report: ReportData) -> list[str]:
     """Return the steps to score on test after they were chosen on validation; the baseline is first.
 
-    They are the baseline, the Pareto-optimal steps, and the step that the verdict names with those that are as
-    fast and the steps that it comes from; where it names none, the smallest graph for ONNX Runtime that fails no gate.
+    They are the baseline, the Pareto-optimal steps, and the step that the verdict names with those that are
+    as fast and the steps that it comes from; where it names none, the smallest graph for ONNX Runtime that
+    fails no gate.
     """
     verdict = decide(report)
     parents = {step.name: step.parent for step in report.steps}
@@ -178,7 +181,7 @@ def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], repo
     metric = metrics[0]
     pick = _choose(excluded, metrics, report)
     if pick is None:
-        return _none("nothing-gained", f"none is faster or smaller than {report.baseline}.")
+        return _none("nothing-gained", _no_gain_text(report))
     step = pick.step
     gain, failed = "faster" if pick.is_faster else "smaller", _failed_gates_text(step)
     losses = " and ".join(view.metric_label(name) for name in refused_losses(step, metrics))
@@ -192,10 +195,23 @@ def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], repo
     return Verdict(
         reason="nothing-gained",
         text=f"No step is recommended: {step.name} is {gain} than {report.baseline}, but {reason}; of the"
-        " other steps none is faster or smaller.",
+        " others that can be deployed none is faster or smaller.",
         closest=step.name,
         **_loss_fields(step, metric),
     )
+
+
+def _no_gain_text(report: ReportData) -> str:
+    """Return that no deployable step is faster or smaller, with those that are smaller."""
+    base_size = (report.baseline_step and report.baseline_step.size_bytes) or 0
+    names = [
+        step.name
+        for step in report.steps
+        if step.deployable is False and step.size_bytes and _is_smaller(step.size_bytes, base_size)
+    ]
+    text = f"none that can be deployed is faster or smaller than {report.baseline}"
+    verb = "are" if len(names) > 1 else "is"
+    return f"{text}; {', '.join(names)} {verb} smaller, but cannot be deployed." if names else f"{text}."
 
 
 def _failed_gates_text(step: StepReport) -> str:
@@ -228,6 +244,10 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -
     )
 
 
+def _is_smaller(size_bytes: int, base_bytes: int) -> bool:
+    return size_bytes <= (1 - _MIN_GAIN) * base_bytes
+
+
 def _is_gain(speedup: float, ends: tuple[float, float] | None) -> bool:
     return speedup >= 1 + _MIN_GAIN and (ends is None or ends[0] > 1)
 
@@ -247,8 +267,7 @@ def _choose(steps: Sequence[StepReport], metrics: Sequence[str], report: ReportD
     smaller = [
         step
         for step in steps
-        if step.size_bytes is not None
-        and (base_size is None or step.size_bytes <= (1 - _MIN_GAIN) * base_size)
+        if step.size_bytes is not None and (base_size is None or _is_smaller(step.size_bytes, base_size))
     ]
     if not smaller:
         return None
@@ -442,7 +461,7 @@ def _chance_text(step: StepReport, metric: str) -> str:
 def _disturbed_text(steps: Sequence[tuple[StepReport, LatencyReport]]) -> str:
     names = ", ".join(step.name for step, _ in steps)
     return (
-        f"The wall-clock speed of {names} is unreliable: {view.disturbance_text(row for _, row in steps)}."
+        f"The wall-clock speed of {names} is unreliable: {disturbance_text(row for _, row in steps)}."
         " Run again when the machine is idle; only these steps are timed again."
     )
 

@@ -80,7 +80,7 @@ class Waterfall:
 def find_waterfall(report: ReportData) -> Waterfall | None:
     """Return the waterfall of the step that the verdict names, else of the longest chain; None for one step.
 
-    Changes of quality have a `*` where the paired test against the step before gives p < 0.05.
+    Changes of quality have a `*` where the paired test against the step before is significant.
     """
     selected_name = (report.verdict.step or report.verdict.closest) if report.verdict else None
     chains = [_chain(report, step) for step in report.steps if step.status in ("done", "cached")]
@@ -108,7 +108,11 @@ def find_waterfall(report: ReportData) -> Waterfall | None:
         changes = (
             _quality_change(step, metric, last[0]) if metric else None,
             _latency_change(row, measure, last[1], step.name == report.baseline),
-            _change(step.size_bytes and step.size_bytes / 1e6, last[2], view.significant_digits),
+            _change(
+                step.size_bytes and step.size_bytes / 1e6,
+                last[2],
+                lambda size: view.megabytes(round(1e6 * size)),
+            ),
             _change(step.operations and step.operations / 1e6, last[3], view.significant_digits),
         )
         rows.append(WaterfallRow(step, changes))

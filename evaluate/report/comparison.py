@@ -244,7 +244,7 @@ PAIR_REASONS = {
 def comparison_notes(comparison: Mapping[str, Any]) -> list[str]:
     """Return what a reader must know: the reference, the stars, and why differences are missing."""
     notes = [
-        f"Differences are from {comparison['reference']}, with 95 % intervals; * p < 0.05 (paired test)."
+        f"Differences are from {comparison['reference']}, with 95 % intervals; {view.SIGNIFICANCE_LEGEND}."
     ]
     steps_by_gap: dict[tuple[str, str, str], list[str]] = {}
     for step in comparison["steps"]:
@@ -361,7 +361,7 @@ def _comparison_point(
     low, high = score["ci95"] or (score["value"], score["value"])
     x = run["latency_ms"] if timed else run["size_bytes"] / 1e6
     value = view.number_text(score["value"], view.metric_digits(metric))
-    cost = f"p50 {view.significant_digits(x)} ms" if timed else f"{view.significant_digits(x)} MB"
+    cost = f"p50 {view.significant_digits(x)} ms" if timed else view.size_text(run["size_bytes"])
     return ChartPoint(
         name=name if named else "",
         shape=run["format"] or "other",

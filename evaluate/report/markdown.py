@@ -150,14 +150,14 @@ def _steps_legend(report: ReportData, timed: bool) -> str:
     against = f"{report.baseline or view.MISSING_TEXT}{view.timed_baseline(report)}"
     legend = (
         "Each step continues from the one above it; branches are drawn. Differences"
-        f"{' and speed-ups' * timed} are relative to {against}; * p < 0.05."
+        f"{' and speed-ups' * timed} are relative to {against}; {view.SIGNIFICANCE_LEGEND}."
     )
     if report.judged_on != "test":
         legend += f" Scores are of {report.judged_on} samples."
     if view.has_operations(report):
         legend += f" {view.OPERATIONS_LEGEND}"
     if any(entry.stable is False for step in report.steps for entry in step.latency):
-        legend += f" {view.DISTURBED_MARK} after a speed-up: it is unreliable (see the notes)."
+        legend += f" {view.DISTURBED_MARK} after a time or speed-up: it is unreliable (see the notes)."
     return legend
 
 
@@ -178,9 +178,9 @@ def _latency_cells(step: StepReport, size: int) -> tuple[str, str]:
     if entry is None:
         return view.MISSING_TEXT, view.MISSING_TEXT
     if entry.speedup is None:
-        return view.significant_digits(entry.p50_ms), view.MISSING_TEXT
+        return view.median_text(entry), view.MISSING_TEXT
     speedup = f"{view.speedup_text(entry)} {view.interval_text(entry.speedup_ci95)}".rstrip()
-    return view.significant_digits(entry.p50_ms), speedup
+    return view.median_text(entry), speedup
 
 
 def _size_cell(step: StepReport, base: StepReport | None) -> str:
@@ -223,7 +223,8 @@ def _latency_section(report: ReportData) -> Markdown:
             str(entry.batch_size),
             row.step.device or view.MISSING_TEXT,
             view.MISSING_TEXT if entry.threads is None else str(entry.threads),
-            *map(view.significant_digits, (entry.p50_ms, entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
+            view.median_text(entry),
+            *map(view.significant_digits, (entry.p90_ms, entry.p99_ms, entry.baseline_p50_ms)),
             view.significant_digits(entry.cpu_ms),
             view.cpu_speedup_text(entry),
             f"{view.significant_digits(entry.throughput)} {entry.unit or ''}".rstrip(),

@@ -61,13 +61,10 @@ def signed_difference(scored: Scored, metric: str) -> float:
 
 
 def is_worse(scored: Scored, metric: str) -> bool:
-    """Return whether a step loses significantly, by the p-value of this one comparison."""
+    """Return whether a step loses significantly, as the asterisk of the difference shows."""
     if metric not in scored.against_baseline or metric not in scored.quality:
         return False
-    difference = scored.against_baseline[metric]
-    if difference.is_random or not round(difference.difference, view.MAX_DIGITS):
-        return False
-    return view.is_significant_p_value(difference.p_value) and signed_difference(scored, metric) < 0
+    return view.is_significant(scored.against_baseline[metric]) and signed_difference(scored, metric) < 0
 
 
 def passes_gates(step: StepReport, metric: str) -> bool:
@@ -88,6 +85,11 @@ def is_negligible_loss(step: Scored, metric: str) -> bool:
     return all(abs(tested[name].difference) <= NEGLIGIBLE_POINTS for name in judged)
 
 
+def notable_losses(step: Scored, metrics: Sequence[str]) -> list[str]:
+    """Return the metrics by which a step is significantly worse, other than by a negligible loss."""
+    return [metric for metric in metrics if is_worse(step, metric) and not is_negligible_loss(step, metric)]
+
+
 def refused_losses(step: StepReport, metrics: Sequence[str]) -> list[str]:
     """Return the metrics by which a step is significantly worse, without a gate that allows it.
 
@@ -95,11 +97,7 @@ def refused_losses(step: StepReport, metrics: Sequence[str]) -> list[str]:
     """
     if passes_gates(step, metrics[0]):
         return []
-    return [
-        metric
-        for metric in metrics
-        if is_worse(step, metric) and not passes_gates(step, metric) and not is_negligible_loss(step, metric)
-    ]
+    return [metric for metric in notable_losses(step, metrics) if not passes_gates(step, metric)]
 
 
 def is_decidable(scored: Scored, metric: str) -> bool:

@@ -278,7 +278,7 @@ def _legend_lines(report: ReportData, metric: str | None, sizes: list[int], widt
         sentences.append(
             "Differences include the graph's random numbers; in brackets 95 % intervals."
             if report.is_random
-            else "In brackets 95 % intervals; * p < 0.05."
+            else f"In brackets 95 % intervals; {view.SIGNIFICANCE_LEGEND}."
         )
     if sizes:
         row = next(entry for step in report.steps for entry in step.latency)

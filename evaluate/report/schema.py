@@ -439,16 +439,17 @@ class Verdict(_ReportModel):
     """The step to deploy, or why none is recommended; `decide` in verdict.py makes it.
 
     reason: why this step, or why none. closest: where all candidates fail a gate or are significantly worse,
-    or those with a gain do, the best of them; the figures are then its own. folder: of the artifact, relative
-    to the run's; command: what packages it, in the folder of the run. value, difference: of `metric`, the
-    first, on test where the step was also scored there. speedup: at `batch_size`; by processor time for
-    `fastest-by-cpu-time`; None where it was not measured or is unreliable. size_ratio: of the baseline's.
+    or those with a gain do, the best of them; the figures are then its own. equally_fast: others as fast as
+    `step`. folder: of the artifact, relative to the run's; command: what packages it, run there. value,
+    difference: of `metric`, the first, on test where the step was scored there. speedup: at `batch_size`;
+    by processor time for `fastest-by-cpu-time`; None where it is unknown. size_ratio: of the baseline's.
     """
 
     step: str | None = None
     reason: VerdictReason
     text: str
     closest: str | None = None
+    equally_fast: list[str] = Field(default_factory=list)
     folder: str | None = None
     command: str | None = None
     metric: str | None = None

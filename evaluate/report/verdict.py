@@ -14,6 +14,7 @@ from typing import Any
 from smelt.core.messages import Message, warning
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import view
+from smelt.evaluate.report.disturbance import disturbance_text
 from smelt.evaluate.report.quality_loss import (
     NEGLIGIBLE_POINTS,
     Scored,
@@ -22,6 +23,7 @@ from smelt.evaluate.report.quality_loss import (
     is_uncertain,
     is_worse,
     judged_metrics,
+    notable_losses,
     quality_warnings,
     refused_losses,
     samples_text,
@@ -48,7 +50,8 @@ class _Pick:
     """A step with its times at the smallest batch size, None where it was not timed.
 
     by_cpu_time: whether its speed-up is by processor time. doubt: why no wall-clock speed is claimed.
-    equally_fast: the names of the other candidates that are as fast.
+    equally_fast: the names of the other candidates that are as fast. is_lossless: whether the step was chosen
+    as the smallest of those without a significant loss, not of all.
     """
 
     step: StepReport
@@ -56,6 +59,7 @@ class _Pick:
     by_cpu_time: bool = False
     doubt: str | None = None
     equally_fast: tuple[str, ...] = ()
+    is_lossless: bool = False
 
     @property
     def is_disturbed(self) -> bool:
@@ -97,16 +101,17 @@ def decide(report: ReportData) -> Verdict:
     """Return the verdict of a finished run: the step to deploy, or why none is recommended.
 
     Candidates are the deployable steps, other than the baseline, that were compared with it, are better than
-    chance, fail no gate, and lose nothing significant by any metric (p < 0.05, not corrected, so that the
-    interval in the text shows the same; `quality_loss`). A loss is accepted where the step's gates on that
+    chance, fail no gate, and lose nothing significant by any metric (p < 0.05, not corrected, and an
+    interval without zero; `quality_loss`). A loss is accepted where the step's gates on that
     metric, or on the first one, pass, and up to 1 point of a metric that is perfect for the baseline by
     definition. With too few examples for any loss to be significant nothing is recommended.
 
     Recommended is the fastest candidate by the paired speed-up at the smallest batch size; of steps as fast
-    (their intervals overlap, or the speed-ups differ by less than 2 %) the best, then the smallest. Where the
-    times of a candidate that may be the fastest were disturbed, processor time decides. Where nothing was
-    timed, or nothing is faster, it is the smallest, of graphs for ONNX Runtime if there are any. If the step
-    was also scored on test and fails a gate there, none is recommended: another would be chosen on test.
+    (their intervals overlap, or the speed-ups differ by less than 2 %) the smallest of those that lose
+    nothing significant by any metric; where gates accept a loss of each, the smallest. Where the times of a
+    candidate that may be the fastest were disturbed, processor time decides. Where nothing was timed, or
+    nothing is faster, it is the smallest, of graphs for ONNX Runtime if there are any. If the step was also
+    scored on test and fails a gate there, none is recommended: another would be chosen on test.
     """
     metrics = judged_metrics(report)
     steps = [
@@ -138,7 +143,7 @@ def decide(report: ReportData) -> Verdict:
         if not remaining:
             return _closest(reason, candidates, metrics)
         candidates = remaining
-    pick = _choose(candidates, metric, report)
+    pick = _choose(candidates, metrics, report)
     if pick is None:
         return _nothing_gained([step for step in useful if step not in candidates], metrics, report)
     return _recommend(pick, metrics, report, num_worse)
@@ -147,12 +152,14 @@ def decide(report: ReportData) -> Verdict:
 def shortlisted(report: ReportData) -> list[str]:
     """Return the steps to score on test after they were chosen on validation; the baseline is first.
 
-    They are the baseline, the Pareto-optimal steps, and the step that the verdict names with the steps that
-    it comes from; where it names none, the smallest graph for ONNX Runtime that fails no gate.
+    They are the baseline, the Pareto-optimal steps, and the step that the verdict names with those that are
+    as fast and the steps that it comes from; where it names none, the smallest graph for ONNX Runtime that
+    fails no gate.
     """
     verdict = decide(report)
     parents = {step.name: step.parent for step in report.steps}
     selected_names = [report.baseline, *report.pareto_front, verdict.step, verdict.closest]
+    selected_names += verdict.equally_fast
     ancestor = parents.get(verdict.step or "")
     while ancestor is not None:
         selected_names.append(ancestor)
@@ -172,9 +179,9 @@ def _none(reason: Any, text: str) -> Verdict:
 def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], report: ReportData) -> Verdict:
     """Return that no candidate is faster or smaller; names the step of `excluded` that is, if any."""
     metric = metrics[0]
-    pick = _choose(excluded, metric, report)
+    pick = _choose(excluded, metrics, report)
     if pick is None:
-        return _none("nothing-gained", f"none is faster or smaller than {report.baseline}.")
+        return _none("nothing-gained", _no_gain_text(report))
     step = pick.step
     gain, failed = "faster" if pick.is_faster else "smaller", _failed_gates_text(step)
     losses = " and ".join(view.metric_label(name) for name in refused_losses(step, metrics))
@@ -188,10 +195,23 @@ def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], repo
     return Verdict(
         reason="nothing-gained",
         text=f"No step is recommended: {step.name} is {gain} than {report.baseline}, but {reason}; of the"
-        " other steps none is faster or smaller.",
+        " others that can be deployed none is faster or smaller.",
         closest=step.name,
         **_loss_fields(step, metric),
     )
+
+
+def _no_gain_text(report: ReportData) -> str:
+    """Return that no deployable step is faster or smaller, with those that are smaller."""
+    base_size = (report.baseline_step and report.baseline_step.size_bytes) or 0
+    names = [
+        step.name
+        for step in report.steps
+        if step.deployable is False and step.size_bytes and _is_smaller(step.size_bytes, base_size)
+    ]
+    text = f"none that can be deployed is faster or smaller than {report.baseline}"
+    verb = "are" if len(names) > 1 else "is"
+    return f"{text}; {', '.join(names)} {verb} smaller, but cannot be deployed." if names else f"{text}."
 
 
 def _failed_gates_text(step: StepReport) -> str:
@@ -224,11 +244,15 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -
     )
 
 
+def _is_smaller(size_bytes: int, base_bytes: int) -> bool:
+    return size_bytes <= (1 - _MIN_GAIN) * base_bytes
+
+
 def _is_gain(speedup: float, ends: tuple[float, float] | None) -> bool:
     return speedup >= 1 + _MIN_GAIN and (ends is None or ends[0] > 1)
 
 
-def _choose(steps: Sequence[StepReport], metric: str, report: ReportData) -> _Pick | None:
+def _choose(steps: Sequence[StepReport], metrics: Sequence[str], report: ReportData) -> _Pick | None:
     """Return the fastest step, or the smallest; None if none is faster or smaller than the baseline."""
     sizes, base = view.batch_sizes(report), report.baseline_step
     timed = [
@@ -236,15 +260,14 @@ def _choose(steps: Sequence[StepReport], metric: str, report: ReportData) -> _Pi
         for step in steps
         if (row := step.latency_at(sizes[0]) if sizes else None) and row.speedup is not None
     ]
-    fastest = _fastest(timed, metric)
+    fastest = _fastest(timed, metrics)
     if fastest and fastest.is_faster:
         return fastest
     base_size = base.size_bytes if base else None
     smaller = [
         step
         for step in steps
-        if step.size_bytes is not None
-        and (base_size is None or step.size_bytes <= (1 - _MIN_GAIN) * base_size)
+        if step.size_bytes is not None and (base_size is None or _is_smaller(step.size_bytes, base_size))
     ]
     if not smaller:
         return None
@@ -257,7 +280,7 @@ def _choose(steps: Sequence[StepReport], metric: str, report: ReportData) -> _Pi
     return _Pick(smallest, times, doubt=doubt)
 
 
-def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick | None:
+def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metrics: Sequence[str]) -> _Pick | None:
     """Return the fastest step by wall clock, by processor time where the clock was disturbed."""
     if not timed:
         return None
@@ -271,9 +294,9 @@ def _fastest(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> 
             (s, r) for s, r in calm or timed if max(r.speedup or 0.0, *(r.speedup_ci95 or (0.0,))) >= low
         ]
         gains = [(s, r) for s, r in equally_fast if _is_gain(r.speedup or 0.0, r.speedup_ci95)]
-        return _best_of_equally_fast(gains or [(step, row)], metric)
+        return _best_of_equally_fast(gains or [(step, row)], metrics)
     disturbance = _disturbed_text(rivals)
-    best = _fastest_by_cpu_time([(s, r) for s, r in timed if r.cpu_speedup is not None], metric)
+    best = _fastest_by_cpu_time([(s, r) for s, r in timed if r.cpu_speedup is not None], metrics)
     best = best or _Pick(step, None)
     return replace(best, by_cpu_time=best.times is not None, doubt=disturbance)
 
@@ -288,7 +311,9 @@ def _may_be_faster(disturbed: LatencyReport, fastest: LatencyReport) -> bool:
     return max(round_speedups) >= fastest.speedup_ci95[0]
 
 
-def _fastest_by_cpu_time(timed: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick | None:
+def _fastest_by_cpu_time(
+    timed: Sequence[tuple[StepReport, LatencyReport]], metrics: Sequence[str]
+) -> _Pick | None:
     """Return the best of the steps whose processor time equals the fastest's; None if there are none."""
     if not timed:
         return None
@@ -300,21 +325,24 @@ def _fastest_by_cpu_time(timed: Sequence[tuple[StepReport, LatencyReport]], metr
         for step, row in timed
         if max(row.cpu_speedup or 0.0, *(row.cpu_speedup_ci95 or (0.0,))) >= low
     ]
-    return _best_of_equally_fast(equally_fast, metric)
+    return _best_of_equally_fast(equally_fast, metrics)
 
 
-def _best_of_equally_fast(alike: Sequence[tuple[StepReport, LatencyReport]], metric: str) -> _Pick:
-    """Return the step of the best quality; of those within its standard error the smallest.
+def _best_of_equally_fast(alike: Sequence[tuple[StepReport, LatencyReport]], metrics: Sequence[str]) -> _Pick:
+    """Return the smallest of the steps that lose nothing significant; where all do, the smallest of them.
 
-    Source: the one-standard-error rule (Breiman et al. 1984, Classification and Regression Trees, 3.4.3).
+    All are candidates: a loss of theirs is one that a gate allows, yet none is better than an allowed one.
     """
-    best, _ = max(alike, key=lambda pair: signed_difference(pair[0], metric))
-    ends = best.against_baseline[metric].ci95
-    error = (ends[1] - ends[0]) / (2 * 1.96) if ends else 0.0
-    min_difference = signed_difference(best, metric) - error
-    as_good = [pair for pair in alike if signed_difference(pair[0], metric) >= min_difference]
-    step, row = min(as_good, key=lambda pair: (pair[0].size_bytes or 0, -signed_difference(pair[0], metric)))
-    return _Pick(step, row, equally_fast=tuple(other.name for other, _ in alike if other is not step))
+    lossless = [pair for pair in alike if not notable_losses(pair[0], metrics)]
+    step, row = min(
+        lossless or alike, key=lambda pair: (pair[0].size_bytes or 0, -signed_difference(pair[0], metrics[0]))
+    )
+    return _Pick(
+        step,
+        row,
+        equally_fast=tuple(other.name for other, _ in alike if other is not step),
+        is_lossless=bool(lossless),
+    )
 
 
 def _is_cpu_graph(step: StepReport) -> bool:
@@ -348,14 +376,17 @@ def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_wors
     kind = "fastest" if fastest else "smallest"
     by_cpu = " by CPU time" * (pick.by_cpu_time and fastest)
     text = f"Recommended: {step.name}, the {kind} step{by_cpu} {_reason_text(step, metrics)}."
-    if fastest and pick.equally_fast:
-        others = ", ".join(pick.equally_fast)
-        verb = "are" if len(pick.equally_fast) > 1 else "is"
-        text += f" {others} {verb} as fast; {step.name} is the smallest of those with the best quality."
+    equally_fast = pick.equally_fast if fastest else ()
+    if equally_fast:
+        verb = "are" if len(equally_fast) > 1 else "is"
+        which = "without a significant loss" if pick.is_lossless else "which all lose significantly"
+        text += f" {', '.join(equally_fast)} {verb} as fast; {step.name} is the smallest of those {which}"
+        text += f" on {report.judged_on}."
     return Verdict(
         step=step.name,
         reason=("fastest-by-cpu-time" if pick.by_cpu_time else "fastest") if fastest else "smallest",
         text=text,
+        equally_fast=list(equally_fast),
         folder=step.artifact,
         command=ship_command(report, step, step.artifact or ""),
         **_loss_fields(scores, metric),
@@ -430,7 +461,7 @@ def _chance_text(step: StepReport, metric: str) -> str:
 def _disturbed_text(steps: Sequence[tuple[StepReport, LatencyReport]]) -> str:
     names = ", ".join(step.name for step, _ in steps)
     return (
-        f"The wall-clock speed of {names} is unreliable: {view.disturbance_text(row for _, row in steps)}."
+        f"The wall-clock speed of {names} is unreliable: {disturbance_text(row for _, row in steps)}."
         " Run again when the machine is idle; only these steps are timed again."
     )
 

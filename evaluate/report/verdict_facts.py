@@ -42,7 +42,7 @@ def verdict_facts(report: ReportData) -> list[Fact]:
     step, base, verdict = named_step(report), report.baseline_step, report.verdict
     if step is None or base is None or verdict is None:
         return []
-    gates = _gates_fact(step)
+    gates = _gates_fact(step, report.judged_on)
     return [
         *_speed_facts(report, step, base, verdict),
         *_size_facts(step, base),
@@ -58,11 +58,12 @@ def _speed_facts(report: ReportData, step: StepReport, base: StepReport, verdict
         return []
     setting = f"batch {times.batch_size}"
     setting += f", {view.count_text(times.threads, 'thread')}" if times.threads else ""
-    if verdict.reason == "fastest-by-cpu-time":
+    is_disturbed = times.stable is False
+    if verdict.reason == "fastest-by-cpu-time" or (is_disturbed and times.cpu_speedup is not None):
         ratio = f"{view.significant_digits(times.cpu_speedup, 2)}×"
         interval = f"{view.interval_text(times.cpu_speedup_ci95)}, ".lstrip(", ")
         return [Fact("speed", f"about {ratio} by CPU time", f"{interval}{setting}")]
-    if times.stable is False:
+    if is_disturbed:
         return [Fact("speed", "unknown", "because its times were disturbed")]
     base_times = base.latency_at(times.batch_size)
     base_ms = times.baseline_p50_ms or (base_times and base_times.p50_ms)
@@ -76,12 +77,12 @@ def _speed_facts(report: ReportData, step: StepReport, base: StepReport, verdict
 def _size_facts(step: StepReport, base: StepReport) -> list[Fact]:
     facts = []
     if step.size_bytes and base.size_bytes:
-        value = f"{view.megabytes(base.size_bytes)} → {view.megabytes(step.size_bytes)} MB"
+        value = view.size_text(base.size_bytes, step.size_bytes)
         dtype = view.differing_dtype(step, base)
         dtype_text = f"; unquantized weights in {dtype}" if dtype else ""
         facts.append(Fact("size", value, f"{view.size_percent_text(step, base)} of {base.name}{dtype_text}"))
     if step.peak_memory_bytes and base.peak_memory_bytes:
-        value = f"{view.megabytes(base.peak_memory_bytes)} → {view.megabytes(step.peak_memory_bytes)} MB"
+        value = view.size_text(base.peak_memory_bytes, step.peak_memory_bytes)
         facts.append(Fact("memory", value, "peak of the process while timed"))
     return facts
 
@@ -109,14 +110,19 @@ def _quality_facts(report: ReportData, step: StepReport, base: StepReport) -> li
     return facts
 
 
-def _gates_fact(step: StepReport) -> Fact | None:
-    gates = view.final_gates(step)
-    if not gates:
+def _gates_fact(step: StepReport, judged_on: str) -> Fact | None:
+    """Return the gates, as judged on test where they were; also as judged before, if the result is worse."""
+    rank = view.GATE_VERDICTS.index
+    entries = []
+    for before, gate in zip(step.gates, view.final_gates(step), strict=True):
+        text, result = view.gate_result_text(gate), view.gate_verdict(gate)
+        if gate is not before and rank(view.gate_verdict(before)) < rank(result):
+            value = f"{view.metric_label(before.metric)} {view.gate_value_text(before)}"
+            entries.append((f"on {judged_on} {value}", view.gate_verdict(before)))
+            text = f"on test {text}"
+        entries.append((text, result))
+    if not entries:
         return None
-    results = {view.gate_verdict(gate) for gate in gates}
-    worst = next(result for result in view.GATE_VERDICTS if result in results)
-    texts = [
-        view.gate_result_text(gate) + (f": {result}" if (result := view.gate_verdict(gate)) != worst else "")
-        for gate in gates
-    ]
+    worst = min((result for _, result in entries), key=rank)
+    texts = [text + (f": {result}" if result != worst else "") for text, result in entries]
     return Fact("gates", worst, "; ".join(texts), worst != view.GATE_VERDICTS[-1])

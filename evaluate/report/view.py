@@ -16,6 +16,7 @@ from smelt.evaluate.metrics.registry import (
     is_custom_metric,
 )
 from smelt.evaluate.report.detail_notes import detail_notes
+from smelt.evaluate.report.disturbance import disturbed_texts
 from smelt.evaluate.report.schema import (
     ClassifierTimings,
     GateReport,
@@ -33,6 +34,7 @@ MISSING_TEXT = "–"
 MINUS = "−"
 DISTURBED_MARK = "?"  # after a speed-up whose times were disturbed
 SIGNIFICANCE_LEVEL = 0.05
+_MIN_BYTES_IN_MB = 100_000  # smaller sizes are shown in kB
 MAX_DIGITS = 6  # smaller differences are float noise
 _TITLES = {name: metric.title for name, metric in METRICS.items()}
 _TITLES |= {
@@ -205,25 +207,6 @@ def cpu_speedup_text(row: LatencyReport) -> str:
     return MISSING_TEXT if row.cpu_speedup is None else f"{number_text(row.cpu_speedup)}×"
 
 
-def disturbance_text(rows: Iterable[LatencyReport]) -> str:
-    """Return why the speeds of `rows` are unreliable, each cause once."""
-    causes: dict[str, list[LatencyReport]] = {}
-    for row in rows:
-        if row.stable is False:
-            causes.setdefault(row.cause or row.reason or "", []).append(row)
-    return "; ".join(_cause_text(cause, rows) for cause, rows in causes.items())
-
-
-def _cause_text(cause: str, rows: Sequence[LatencyReport]) -> str:
-    """Return one cause as text; with the figures of all its rows."""
-    lost_shares = [timing_round.lost_share for row in rows for timing_round in row.rounds or []]
-    if cause == "busy" and len(rows) > 1 and lost_shares:
-        return f"other processes used the CPU for up to {100 * max(lost_shares):.0f} % of a round"
-    if cause == "disagree" and len(rows) > 1:
-        return "the rounds disagree"
-    return rows[0].reason or cause
-
-
 def find_task(report: ReportData) -> TaskSpec:
     """Return the task of a report; the defaults of all tasks for one that this version does not know."""
     name = str(report.recipe.get("task"))
@@ -285,13 +268,19 @@ def measured_elsewhere_text(step: StepReport) -> str:
 def is_significant(difference: ScoreDifference) -> bool:
     """Return whether the difference is significant at 5 %, and not zero in all digits that are shown.
 
-    By the p-value of this one comparison, as in the verdict, so that the interval shows the same.
-    Where a graph computes in another order, every sample may differ in the last digit of a float, all in one
-    direction: significant, but not relevant. Differences caused by random numbers are not counted either.
+    Its p-value, of this one comparison, is below 0.05, and its interval excludes zero: where few outputs
+    differ, the interval is wider than the test. Where a graph computes in another order, every sample may
+    differ in the last digit of a float, all in one direction: significant, but not relevant. Differences
+    caused by random numbers are not counted either.
     """
-    if difference.is_random:
+    if difference.is_random or not round(difference.difference, MAX_DIGITS):
         return False
-    return is_significant_p_value(difference.p_value) and bool(round(difference.difference, MAX_DIGITS))
+    low, high = difference.ci95 or (difference.difference, difference.difference)
+    return is_significant_p_value(difference.p_value) and (low > 0 or high < 0)
+
+
+SIGNIFICANCE_LEGEND = "* p < 0.05 and an interval without zero"
+"""What the asterisk after a difference means."""
 
 
 def is_significant_p_value(p_value: float) -> bool:
@@ -364,8 +353,18 @@ def significant_digits(value: float | None, digits: int = 3) -> str:
 
 
 def megabytes(size_bytes: int | None) -> str:
-    """Return bytes as megabytes of 10^6."""
-    return MISSING_TEXT if size_bytes is None else significant_digits(size_bytes / 1e6)
+    """Return bytes as megabytes of 10^6, or as `8.35 kB` where these would have too few digits."""
+    if size_bytes is None:
+        return MISSING_TEXT
+    return (
+        size_text(size_bytes) if 0 < size_bytes < _MIN_BYTES_IN_MB else significant_digits(size_bytes / 1e6)
+    )
+
+
+def size_text(*sizes: float) -> str:
+    """Return sizes in bytes with one unit, that of the smallest: `4.40 MB`, `11.3 → 4.40 MB`, `8.35 kB`."""
+    unit, factor = ("kB", 1e3) if min(sizes) < _MIN_BYTES_IN_MB else ("MB", 1e6)
+    return f"{' → '.join(significant_digits(size / factor) for size in sizes)} {unit}"
 
 
 def p_value_text(p_value: float) -> str:
@@ -384,7 +383,7 @@ def p_value_text(p_value: float) -> str:
 def gate_quantity_text(metric: str, value: float | None) -> str:
     """Return the value or limit of a gate on `metric`."""
     if metric == "size_bytes" and value is not None:
-        return f"{significant_digits(value / 1e6)} MB"
+        return size_text(value)
     if metric == "operations" and value is not None:
         return f"{significant_digits(value / 1e6)} M"
     return number_text(value, metric_digits(metric))
@@ -486,23 +485,6 @@ def report_notes(report: ReportData) -> list[tuple[str, str, str]]:
         if step.from_previous_run:
             entries.append((step.name, "kept", "from an earlier run in this folder; not part of this run"))
     return entries
-
-
-def disturbed_texts(report: ReportData) -> list[str]:
-    """Return the steps whose speed is unreliable, each cause once."""
-    causes: dict[str, list[tuple[StepReport, LatencyReport]]] = {}
-    for step in report.steps:
-        for row in step.latency:
-            if row.stable is False:
-                causes.setdefault(row.cause or row.reason or "", []).append((step, row))
-    texts = []
-    for step_rows in causes.values():
-        sizes: dict[str, list[str]] = {}
-        for step, row in step_rows:
-            sizes.setdefault(step.name, []).append(str(row.batch_size))
-        names = ", ".join(f"{name} (batch {', '.join(batches)})" for name, batches in sizes.items())
-        texts.append(f"the speed of {names} is unreliable: {disturbance_text(row for _, row in step_rows)}")
-    return texts
 
 
 GATE_VERDICTS = ("failed", "not judged", "within the limit, the 95 % interval is not", "passed")

@@ -17,6 +17,7 @@ from smelt.core.messages import Message, duration_text, warning
 from smelt.core.store import Store
 from smelt.data.split_division import checked_limit, divide_folds, limit_split
 from smelt.data.splits import Split
+from smelt.evaluate.report.view import size_text
 from smelt.evaluate.step_agreement import cached_agreement
 from smelt.pipeline.execute.baseline_comparisons import RunComparisons
 from smelt.pipeline.execute.cluster_run import ClusterRun, paths_on_nodes
@@ -379,7 +380,7 @@ class _PlanRunner:
         """Print a finished step in columns: its name, how long it took, its size and its scores."""
         width = max(map(len, (MODEL_STEP, *(step.name for step in self.plan.steps))))
         took = "" if name == MODEL_STEP else "stored" if cached else duration_text(seconds)
-        size = f"{artifact.size_bytes / 1e6:.1f} MB"
+        size = size_text(artifact.size_bytes)
         self.display.print_line(
             f"{name:<{width}}  {took:>12}  {size:>10}  {scores}".rstrip(), brief=not cached
         )

@@ -147,20 +147,40 @@ def test_verdict_warns_if_all_other_steps_are_significantly_worse(num_worse, p_v
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        ((2.01, [1.98, 2.04], 25, -3.2), "good"),  # as fast, and worse
-        ((2.01, [1.98, 2.04], 25, 0.1), "other"),  # as fast and as good, and smaller
-        ((2.01, [1.98, 2.04], 95, 0.1), "good"),
-        ((2.30, [2.25, 2.35], 95, -3.2), "other"),  # faster
+        ((2.01, [1.98, 2.04], 25, -1.2, 0.002), "good"),  # as fast, smaller and significantly worse
+        ((2.01, [1.98, 2.04], 25, -1.2, 0.07), "other"),
+        ((2.01, [1.98, 2.04], 95, 0.9, 0.002), "good"),
+        ((2.30, [2.25, 2.35], 95, -1.2, 0.002), "other"),  # faster
     ],
 )
-def test_equally_fast_steps_are_ordered_by_quality_then_size(other, expected):
-    speedup, ends, size, loss = other
+@pytest.mark.parametrize("lossy_metric", ["bleu", "chrf"])
+def test_equally_fast_steps_without_significant_loss_are_preferred_then_the_smallest(
+    other, expected, lossy_metric
+):
+    speedup, ends, size, difference, p_value = other
+    change = {lossy_metric: (difference, [difference - 0.6, difference + 0.6], p_value)}
     steps = [
-        ("good", 2.0, [1.97, 2.03], 50, {"bleu": (0.2, [-1.0, 1.4], 0.7)}),
-        ("other", speedup, ends, size, {"bleu": (loss, [loss - 3.4, loss + 3.4], 0.07)}),
+        ("good", 2.0, [1.97, 2.03], 50, {"bleu": SAME, "chrf": SAME}),
+        ("other", speedup, ends, size, {"bleu": SAME, "chrf": SAME} | change),
     ]
-    assert _decide(_branches(*steps, metrics=("bleu",))).step == expected
-    assert _decide(_branches(*steps[::-1], metrics=("bleu",))).step == expected
+    for ordered_steps in (steps, steps[::-1]):
+        report = _branches(*ordered_steps, metrics=("bleu", "chrf"))
+        for step in report["steps"][1:]:
+            step["gates"] = [gate("bleu", passed=True)]
+        assert _decide(report).step == expected
+
+
+def test_smallest_of_equally_fast_steps_is_recommended_if_gates_accept_a_loss_of_all():
+    loss = {"bleu": (-1.2, [-1.8, -0.6], 0.002)}
+    steps = [("a", 2.0, [1.97, 2.03], 50, loss), ("b", 2.01, [1.98, 2.04], 25, loss)]
+    report = _branches(*steps, metrics=("bleu",))
+    for step in report["steps"][1:]:
+        step["gates"] = [gate("bleu", passed=True)]
+    accepted = _decide(report)
+    assert (accepted.step, accepted.equally_fast) == ("b", ["a"])
+    report["steps"][1]["against_baseline"]["bleu"]["p_value"] = 0.3
+    assert _decide(report).step == "a"
+    assert accepted.text.replace("b ", "a ") != _decide(report).text.replace("b ", "a ")
 
 
 @pytest.mark.parametrize(
@@ -459,8 +479,7 @@ def test_disturbed_ineligible_step_does_not_block_speed_claim(report):
     [
         (2.0, [1.9, 2.1], -1.11, "onnx-int8"),
         (7.4, [7.3, 7.5], -1.37, "onnx-int8"),  # what cannot be told from the fastest may be smaller
-        (9.0, [6.0, 13.0], -1.37, "onnx-int8"),
-        (9.0, [6.0, 13.0], -1.11, "onnx-fp32"),  # or better
+        (9.0, [6.0, 13.0], -1.11, "onnx-int8"),
         (9.0, [8.9, 9.1], -1.37, "onnx-fp32"),
     ],
 )
@@ -582,7 +601,9 @@ def test_verdict_names_the_steps_that_are_as_fast():
     report = _branches(*((*step, {"accuracy": SAME}) for step in steps), metrics=("accuracy",))
     verdict = _decide(report)
     assert verdict.step == "b"  # as good and smaller
-    assert " a is as fast" in verdict.text
+    assert verdict.equally_fast == ["a"]
+    assert "a" in verdict.text.split()
+    assert "a" in shortlisted(validate_report(report))  # its score on test stands next to the other's
     assert "c" not in verdict.text.split()
     report["steps"][1]["latency"][0].update(speedup_ci95=[2.99, 3.01])  # no overlap, but less than 2 %
     assert _decide(report).step == "b"

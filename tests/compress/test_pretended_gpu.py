@@ -30,7 +30,13 @@ CASES = {
         {"finetune": TRAINING | {"learned_masks": {"keep_ratio": 0.5, "targets": ["heads", "ffn", "width"]}}},
     ),
     "gradual": ("llama", {"finetune": TRAINING | {"sparsify": {"sparsity": 0.5}}}),
-    "lsq": ("llama", {"quantize": {"scheme": "int4"}, "finetune": TRAINING | {"qat": {"scales": "lsq"}}}),
+    "lsq": (  # float activations: the last digits of a sum decide how blocks are rounded
+        "llama",
+        {
+            "quantize": {"scheme": "int4", "accuracy_level": 0},
+            "finetune": TRAINING | {"qat": {"scales": "lsq"}},
+        },
+    ),
     "gptq": ("llama", {"quantize": {"scheme": "int4", "method": "gptq"}}),
     "awq": ("llama", {"quantize": {"scheme": "int4", "method": "awq"}}),
     "units": ("marian", {"prune": UNITS | {"importance": "taylor"}}),

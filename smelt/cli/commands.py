@@ -186,7 +186,13 @@ def init(
     metavar="TEXT",
     help='Largest loss, such as "bleu 0.5"; may be repeated (default: 1 point of the main metric).',
 )
-@click.option("--budget", default="30m", show_default=True, metavar="TIME", help="Time, such as 30m or 2h.")
+@click.option(
+    "--budget",
+    default="30m",
+    show_default=True,
+    metavar="TIME",
+    help="Time for measuring and trials, such as 30m or 2h. A running trial is finished.",
+)
 @sample_options
 @click.option(
     "--out", type=click.Path(path_type=Path), help="The search's folder (default: runs/NAME-shrink)."

@@ -67,9 +67,9 @@ class ShrinkOptions:
     """Options of `smelt shrink`.
 
     targets: as texts, see `parse_target`; empty: as fast as possible. max_drops: as texts, see
-    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for measuring and trials of a call;
-    the scores on test come after it. task, columns,
-    languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink). store: as for a run.
+    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for measuring and trials of a call,
+    checked before each trial; a running trial is finished, and the scores on test come after it. task,
+    columns, languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink). store: as for a run.
     """
 
     targets: tuple[str, ...] = ()

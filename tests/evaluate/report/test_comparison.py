@@ -106,7 +106,7 @@ def remove_file(folder, name):
     ("no-reference-statistics", lambda old, new, name: remove_file(old, name)),
     ("no-statistics", lambda old, new, name: remove_file(new, name)),
 ])  # fmt: skip
-def test_reason_names_what_is_missing_in_which_run(runs, reason, change):
+def test_missing_paired_test_has_one_reason(runs, reason, change):
     old, new, names = runs
     change(old, new, names[1])
     comparison = compare_runs(read_runs([old, new]))

@@ -79,7 +79,7 @@ def test_invalid_module_writes_no_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("data", [("train.jsonl",), (".",), ("empty",)])
-def test_option_that_names_the_inputs_is_asked_for(tmp_path, data):
+def test_data_without_arrays_needs_an_option(tmp_path, data):
     user_modules.write_module(tmp_path, "cnn")
     (tmp_path / "empty").mkdir()
     error = command_error(init("cnn", *(part for path in data for part in ("--data", path)), code=2))

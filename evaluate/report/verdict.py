@@ -31,7 +31,14 @@ from smelt.evaluate.report.quality_loss import (
     signed_difference,
     signed_value,
 )
-from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport, Verdict, is_step_at_chance
+from smelt.evaluate.report.schema import (
+    GateReport,
+    LatencyReport,
+    ReportData,
+    StepReport,
+    Verdict,
+    is_step_at_chance,
+)
 from smelt.evaluate.report.view import gate_text
 
 # Smaller differences of processor time are not significant: other work that shares caches slows some more.
@@ -183,7 +190,7 @@ def _nothing_gained(excluded: Sequence[StepReport], metrics: Sequence[str], repo
     if pick is None:
         return _none("nothing-gained", _no_gain_text(report))
     step = pick.step
-    gain, failed = "faster" if pick.is_faster else "smaller", _failed_gates_text(step)
+    gain, failed = "faster" if pick.is_faster else "smaller", _failed_gates_text(step.gates)
     losses = " and ".join(view.metric_label(name) for name in refused_losses(step, metrics))
     reason = (
         f"fails {failed}"
@@ -214,8 +221,8 @@ def _no_gain_text(report: ReportData) -> str:
     return f"{text}; {', '.join(names)} {verb} smaller, but cannot be deployed." if names else f"{text}."
 
 
-def _failed_gates_text(step: StepReport) -> str:
-    return " and ".join(gate_text(gate) for gate in view.final_gates(step) if gate.passed is False)
+def _failed_gates_text(gates: Sequence[GateReport]) -> str:
+    return " and ".join(gate_text(gate) for gate in gates if gate.passed is False)
 
 
 def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -> Verdict:
@@ -226,7 +233,7 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -
     gates = ", ".join(f"{name}: {{max_drop: NUMBER}}" for name in losses or [metric])
     loss_texts = " and ".join(view.metric_label(name) for name in losses)
     why, hint = {
-        "gates-failed": ("none passes all its gates.", f", and fails {_failed_gates_text(best)}."),
+        "gates-failed": ("none passes all its gates.", f", and fails {_failed_gates_text(best.gates)}."),
         "significantly-worse": (
             "all are significantly worse.",
             f", and loses {loss_texts}. To accept such a loss, set a gate: gates: {{{gates}}}.",
@@ -369,7 +376,7 @@ def _recommend(pick: _Pick, metrics: Sequence[str], report: ReportData, num_wors
     metric = metrics[0]
     step = pick.step
     scores = step.test if step.test and metric in step.test.against_baseline else step
-    if failed := _failed_gates_text(step):  # on test
+    if failed := _failed_gates_text(view.final_gates(step)):  # on test
         text = f"No step is recommended: {step.name}, chosen on validation, fails {failed} on test."
         return Verdict(reason="gates-failed", text=text, closest=step.name, **_loss_fields(scores, metric))
     fastest = pick.is_faster

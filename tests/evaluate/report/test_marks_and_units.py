@@ -80,6 +80,23 @@ def test_gate_that_is_undecided_on_validation_is_named_next_to_its_result_on_tes
     assert gates.text in terminal
 
 
+def test_gate_that_failed_on_validation_is_the_reason_even_if_it_passes_on_test(report):
+    report["judged_on"] = "validation"
+    for step in report["steps"][1:8]:
+        step["gates"] = [_gate(undecided=False) | {"passed": False, "value": 2.5}]
+    closest = next(
+        step for step in report["steps"] if step["name"] == decide(validate_report(report)).closest
+    )
+    before = decide(validate_report(report)).text
+    closest["test"] = {
+        "quality": make_scores(38.0),
+        "against_baseline": closest["against_baseline"],
+        "gates": [_gate(undecided=False) | {"value": 0.49}],
+    }
+    verdict = decide(validate_report(report))
+    assert (verdict.reason, verdict.text) == ("gates-failed", before)
+
+
 def test_disturbed_median_is_marked_in_every_rendering(report):
     row = report["steps"][7]["latency"][0]
     row["p50_ms"] = 23.4

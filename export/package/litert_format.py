@@ -23,7 +23,7 @@ from smelt.export.package.torch_program import (
     write_preprocessing,
 )
 
-MODEL_FILE = "model.tflite"
+TFLITE_FILE = "model.tflite"
 LENGTHS = (32, 128, 512)
 """Tokens of the signatures for texts: litert-torch converts attention with fixed sizes only."""
 _EXAMPLE_LENGTH = 128
@@ -56,11 +56,11 @@ class LitertFormat(TorchProgramFormat):
             ) from error
         program = read_program(artifact)
         signatures = _signatures(program)
-        _convert(litert_torch, program, signatures, folder / MODEL_FILE)
-        interpreter = Interpreter(str(folder / MODEL_FILE))
+        _convert(litert_torch, program, signatures, folder / TFLITE_FILE)
+        interpreter = Interpreter(str(folder / TFLITE_FILE))
         for signature, length in signatures.items():
             runner = interpreter.get_signature_runner(signature)
-            program.require_equal(_as_function(runner, program), MODEL_FILE, iter([(1, length)]))
+            program.require_equal(_as_function(runner, program), TFLITE_FILE, iter([(1, length)]))
         lengths = [length for length in signatures.values() if length <= _EXAMPLE_LENGTH]
         length = max(lengths, default=min(signatures.values()))
         code, packages, notes = write_preprocessing(artifact, folder, program.input_names, "np", length)
@@ -68,7 +68,7 @@ class LitertFormat(TorchProgramFormat):
         dtype = "float32" if program.limit is None else "int32"
         example = (
             f"from ai_edge_litert.interpreter import Interpreter\n{code}\n"
-            f'run = Interpreter("{MODEL_FILE}").get_signature_runner("{signature}")\n'
+            f'run = Interpreter("{TFLITE_FILE}").get_signature_runner("{signature}")\n'
             f'print(run(**{{name: array.astype("{dtype}") for name, array in inputs.items()}})["output_0"])'
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")

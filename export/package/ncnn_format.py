@@ -28,7 +28,7 @@ from smelt.export.package.torch_program import (
 )
 
 PARAM_FILE = "model.ncnn.param"
-WEIGHTS_FILE = "model.ncnn.bin"
+BIN_FILE = "model.ncnn.bin"
 # two, so that pnnx sees which sizes depend on the length
 _TRACED_LENGTHS = (16, 9)
 _LONGEST_COMPARED = 512
@@ -62,7 +62,7 @@ class NcnnFormat(TorchProgramFormat):
         network = ncnn.Net()
         # ncnn computes in float16 where the processor can; the comparison is of float32
         network.opt.use_fp16_packed = network.opt.use_fp16_storage = network.opt.use_fp16_arithmetic = False
-        if network.load_param(str(folder / PARAM_FILE)) or network.load_model(str(folder / WEIGHTS_FILE)):
+        if network.load_param(str(folder / PARAM_FILE)) or network.load_model(str(folder / BIN_FILE)):
             raise _refusal(program, "ncnn cannot load what pnnx wrote")
         lengths = (2, min(program.limit, _LONGEST_COMPARED)) if program.limit else (1,)
         program.require_equal(
@@ -76,7 +76,7 @@ class NcnnFormat(TorchProgramFormat):
             "options = network.opt\n"
             "options.use_fp16_packed = options.use_fp16_storage = options.use_fp16_arithmetic = False\n"
             f'network.load_param("{PARAM_FILE}")\n'
-            f'network.load_model("{WEIGHTS_FILE}")\n'
+            f'network.load_model("{BIN_FILE}")\n'
             "extractor = network.create_extractor()\n"
             f"for position, name in enumerate({json.dumps(program.input_names)}):\n"
             f'    extractor.input(f"in{{position}}", ncnn.Mat(inputs[name][0].astype("{dtype}")).clone())\n'
@@ -120,7 +120,7 @@ def _of_unpadded_text(program: TorchProgram) -> TorchProgram:
 
 
 def _convert(program: TorchProgram, executable: str, folder: Path) -> None:
-    """Write PARAM_FILE and WEIGHTS_FILE into `folder` with pnnx.
+    """Write PARAM_FILE and BIN_FILE into `folder` with pnnx.
 
     Raises:
         InputError: `unsupported-structure`, pnnx cannot read the model, or an operator has no layer in ncnn.
@@ -150,7 +150,7 @@ def _convert(program: TorchProgram, executable: str, folder: Path) -> None:
         unknown = sorted(kind for kind in kinds if "." in kind or ":" in kind)
         if unknown:
             raise _refusal(program, f"ncnn has no layer for {', '.join(unknown)}")
-        for name in (PARAM_FILE, WEIGHTS_FILE):
+        for name in (PARAM_FILE, BIN_FILE):
             (folder / name).write_bytes((work / name).read_bytes())
 
 

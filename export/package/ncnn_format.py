@@ -7,6 +7,7 @@ Source: https://github.com/pnnx/pnnx
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import warnings
@@ -99,7 +100,9 @@ class NcnnFormat(TorchProgramFormat):
 
 
 def _of_unpadded_text(program: TorchProgram) -> TorchProgram:
-    """Return the program without attention_mask, and without parameters in two places, which pnnx drops.
+    """Return the program without attention_mask, and without modules or parameters in two places.
+
+    pnnx loses the weights of the second place, so each gets its own; `program.module` is changed.
 
     An embedder gets token_type_ids where its family has them: ncnn has no layer for how it makes its own.
     """
@@ -108,6 +111,10 @@ def _of_unpadded_text(program: TorchProgram) -> TorchProgram:
     from smelt.models.tokenizer import uses_token_types
 
     seen: set[int] = set()
+    for path, module in list(program.module.named_modules(remove_duplicate=False)):
+        if id(module) in seen:
+            program.module.set_submodule(path, copy.deepcopy(module))
+        seen.add(id(module))
     for module in program.module.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in seen:

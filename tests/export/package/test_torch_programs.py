@@ -11,9 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 import smelt
-from smelt.api.package import package_artifact
+from smelt.api.package import find_package_format, package_artifact
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError, MissingDependencyError, RunError
+from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.torch_program import TorchProgram, TorchProgramFormat
 from smelt.generation.backend import Batch
 from smelt.runtimes.images import ImageBatch
@@ -169,6 +173,24 @@ def test_ncnn_network_equals_its_model_in_another_process(kind, tmp_path):
 
 def unpadded(ids):
     return Batch(ids, np.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", ["ncnn", "litert"])
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+    ],
+)
+def test_shared_and_factorized_layers_are_kept(name, stage, settings, tmp_path):
+    """`write` compares each file with the model in its own runtime."""
+    require_extra(name)
+    source = tiny.write_bert(tmp_path / "m", num_hidden_layers=2)
+    ctx = harness.run_stage(stage, settings, source, tmp_path / "out", "text-classification")
+    artifact = tiny.as_artifact(ctx.out, "text-classification")
+    (tmp_path / "package").mkdir()
+    find_package_format(name).write(artifact, PackageOrigin(), tmp_path / "package")
 
 
 def test_operators_that_ncnn_has_no_layer_for_are_named(tmp_path):

@@ -44,7 +44,7 @@ def test_each_pooling_ignores_padding(pooling, normalize, tmp_path):
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_no_mask_pools_as_a_mask_of_ones(pooling):
     hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    rules = SentenceRules(pooling=pooling)
+    rules = SentenceRules(pooling=pooling, normalize=False)
     expected = pool_hidden_states(hidden, torch.ones(2, 5, dtype=torch.int64), rules)
     torch.testing.assert_close(pool_hidden_states(hidden, None, rules), expected)
 

@@ -165,9 +165,9 @@ def test_ncnn_network_equals_its_model_in_another_process(kind, tmp_path):
     assert "attention_mask" not in names
     for length in (3, 11):
         arrays, _ = inputs_of(names, 1, length)
-        whole = ImageBatch(*arrays.values()) if names == ["pixel_values"] else unpadded(arrays["input_ids"])
+        batch = ImageBatch(*arrays.values()) if names == ["pixel_values"] else unpadded(arrays["input_ids"])
         with open_folder(artifact, "torch", None, 1) as runner:
-            expected = runner.forward(whole)
+            expected = runner.forward(batch)
         np.testing.assert_allclose(outputs(folder, RUN_NCNN, arrays), expected, rtol=1e-5, atol=1e-5)
 
 

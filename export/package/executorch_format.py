@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,7 +65,7 @@ class ExecutorchFormat(TorchProgramFormat):
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         size = f" of 2 to {limit} tokens" if limit else ""
         return UsageNotes(
-            install=f"pip install executorch=={_version()}{packages}",
+            install=f"pip install executorch=={version('executorch')}{packages}",
             run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
@@ -73,12 +74,6 @@ class ExecutorchFormat(TorchProgramFormat):
                 "It was lowered to XNNPACK; a runtime without that backend refuses it.",
             ),
         )
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("executorch")
 
 
 def _lower(exported: Any) -> bytes:

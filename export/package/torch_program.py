@@ -37,8 +37,8 @@ _EXAMPLE_LENGTH = 9
 class TorchProgram:
     """A model to capture.
 
-    module: called with tensors in the order of `input_names`. limit: the maximum number of tokens; None for
-    images. image_size: height and width, for images.
+    module: called with tensors by `input_names`. limit: the maximum number of tokens; None for images.
+    image_size: height and width, for images.
     """
 
     module: Any
@@ -102,7 +102,8 @@ class TorchProgram:
         for batch, length in shapes:
             inputs = self.inputs(batch, length)
             with torch.no_grad():
-                expected, actual = self.module(*inputs), run(*inputs)
+                named = dict(zip(self.input_names, inputs, strict=True))
+                expected, actual = self.module(**named), run(*inputs)
             difference = float((actual - expected).abs().max() / (expected.std(correction=0) or 1.0))
             if actual.shape != expected.shape or not difference <= TOLERANCE:
                 raise RunError(
@@ -158,7 +159,7 @@ def read_program(artifact: Artifact) -> TorchProgram:
         def forward(
             self,
             input_ids: torch.Tensor,
-            attention_mask: torch.Tensor,
+            attention_mask: torch.Tensor | None = None,
             token_type_ids: torch.Tensor | None = None,
         ) -> torch.Tensor:
             types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
@@ -196,7 +197,11 @@ def read_program(artifact: Artifact) -> TorchProgram:
 
 
 def write_preprocessing(
-    artifact: Artifact, folder: Path, input_names: tuple[str, ...]
+    artifact: Artifact,
+    folder: Path,
+    input_names: tuple[str, ...],
+    tensors: str = "pt",
+    length: int | None = None,
 ) -> tuple[str, str, tuple[str, ...]]:
     """Copy config.json and the tokenizer or image processor.
 
@@ -204,9 +209,11 @@ def write_preprocessing(
         artifact: the torch artifact.
         folder: the package.
         input_names: of the program.
+        tensors: `pt` for torch's, `np` for numpy's arrays.
+        length: pads and truncates texts to this number of tokens.
 
     Returns:
-        The lines of Python that make `inputs`, a dict of tensors; the packages that they need, with a leading
+        The lines of Python that make `inputs`, a dict of them; the packages that they need, with a leading
         space; notes for the README.
     """
     import shutil
@@ -218,15 +225,16 @@ def write_preprocessing(
         code = (
             "from PIL import Image\nfrom transformers import AutoImageProcessor\n"
             'processor = AutoImageProcessor.from_pretrained(".")\n'
-            'inputs = dict(processor(Image.open("photo.jpg"), return_tensors="pt"))'
+            f'inputs = dict(processor(Image.open("photo.jpg"), return_tensors="{tensors}"))'
         )
         return code, " transformers pillow torchvision", ()
     copy_tokenizer_files(source, folder)
     # a tokenizer may list fewer inputs than the program takes
-    types = ", return_token_type_ids=True" if "token_type_ids" in input_names else ""
+    options = "" if length is None else f', padding="max_length", truncation=True, max_length={length}'
+    options += ", return_token_type_ids=True" if "token_type_ids" in input_names else ""
     code = (
         "from transformers import AutoTokenizer\n"
         'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-        f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="pt"{types}))'
+        f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="{tensors}"{options}))'
     )
     return code, f" transformers{extra_requirements(folder)}", preprocessing_notes(source)

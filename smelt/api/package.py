@@ -22,6 +22,8 @@ from smelt.data.tasks import task_traits
 from smelt.export.package.executorch_format import ExecutorchFormat
 from smelt.export.package.genai import GenaiFormat
 from smelt.export.package.huggingface import HuggingFaceFormat
+from smelt.export.package.litert_format import LitertFormat
+from smelt.export.package.ncnn_format import NcnnFormat
 from smelt.export.package.one_file_format import OneFileFormat
 from smelt.export.package.optimum import OptimumFormat
 from smelt.export.package.package_format import OriginScore, OriginStep, PackageFormat, PackageOrigin
@@ -274,6 +276,7 @@ PACKAGE_FORMATS: dict[str, PackageFormat] = {
     for form in (
         StandaloneFormat(), OneFileFormat(), OptimumFormat(), TransformersJsFormat(), GenaiFormat(),
         TritonFormat(), HuggingFaceFormat(), TorchExportFormat(), ExecutorchFormat(),
+        LitertFormat(), NcnnFormat(),
     )
 }  # fmt: skip
 

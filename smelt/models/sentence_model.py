@@ -65,10 +65,9 @@ def sentence_class(config: Any, rules: SentenceRules) -> Any:
             attention_mask: Tensor | None = None,
             token_type_ids: Tensor | None = None,
         ) -> SentenceOutput:
-            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-            hidden = self.base_model(input_ids, attention_mask=mask, **types).last_hidden_state
-            return SentenceOutput(sentence_embedding=pool_hidden_states(hidden, mask, rules))
+            hidden = self.base_model(input_ids, attention_mask=attention_mask, **types).last_hidden_state
+            return SentenceOutput(sentence_embedding=pool_hidden_states(hidden, attention_mask, rules))
 
     return SentenceModel
 
@@ -79,18 +78,21 @@ def _without_pooler(body: Any) -> dict[str, bool]:
     return {"add_pooling_layer": False} if "add_pooling_layer" in parameter_names else {}
 
 
-def pool_hidden_states(hidden: Tensor, mask: Tensor, rules: SentenceRules) -> Tensor:
+def pool_hidden_states(hidden: Tensor, mask: Tensor | None, rules: SentenceRules) -> Tensor:
     """Return one vector for each text, float [B, D].
 
     Args:
         hidden: float [B, L, D], the last hidden states.
-        mask: int64 [B, L], 1 for tokens; padding is ignored.
+        mask: int64 [B, L], 1 for tokens; padding is ignored. None: no padding.
         rules: pooling and normalization.
     """
     if rules.pooling == "cls":
         pooled = hidden[:, 0]
     elif rules.pooling == "max":
-        pooled = hidden.masked_fill(mask[:, :, None] == 0, _MASKED_VALUE).amax(dim=1)
+        masked = hidden if mask is None else hidden.masked_fill(mask[:, :, None] == 0, _MASKED_VALUE)
+        pooled = masked.amax(dim=1)
+    elif mask is None:
+        pooled = hidden.mean(dim=1)
     else:
         # mean of shares that sum to 1: no sum over a long text exceeds the range of float16
         weights = mask.to(hidden.dtype)

@@ -18,8 +18,9 @@ SOURCES = [
 ]
 # Import names of distributions that need not be installed here.
 IMPORT_NAMES = {
-    "deepspeed": "deepspeed", "executorch": "executorch", "onnxruntime": "onnxruntime",
-    "onnxruntime-gpu": "onnxruntime",
+    "ai-edge-litert": "ai_edge_litert", "deepspeed": "deepspeed", "executorch": "executorch",
+    "litert-torch": "litert_torch", "ncnn": "ncnn", "onnxruntime": "onnxruntime",
+    "onnxruntime-gpu": "onnxruntime", "pnnx": "pnnx",
     "pydantic": "pydantic_core",  # its other half, which it pins
     "swanlab": "swanlab", "tensorrt": "tensorrt", "tensorrt-cu13": "tensorrt", "trackio": "trackio",
     "wandb": "wandb",

@@ -40,6 +40,15 @@ def test_each_pooling_ignores_padding(pooling, normalize, tmp_path):
     assert np.abs(vectors(folder) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_no_mask_pools_as_a_mask_of_ones(pooling):
+    hidden = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    rules = SentenceRules(pooling=pooling, normalize=False)
+    expected = pool_hidden_states(hidden, torch.ones(2, 5, dtype=torch.int64), rules)
+    torch.testing.assert_close(pool_hidden_states(hidden, None, rules), expected)
+
+
 def test_mean_pooling_of_long_text_is_finite_in_float16():
     """A sum over 8,000 tokens of 20 would be beyond 65504."""
     hidden = torch.full((1, 8000, 4), 20.0, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""The formats torch-export and executorch: another process opens the file, without smelt, and agrees."""
+"""The formats of one captured program: another process opens the file, without smelt, and agrees."""
 
 import json
 import re
@@ -8,11 +8,16 @@ import sys
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import smelt
-from smelt.api.package import package_artifact
+from smelt.api.package import find_package_format, package_artifact
+from smelt.compress.factorize.settings import FactorizeSettings
+from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
+from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError, MissingDependencyError, RunError
+from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.torch_program import TorchProgram, TorchProgramFormat
 from smelt.generation.backend import Batch
 from smelt.runtimes.images import ImageBatch
@@ -41,6 +46,36 @@ inputs = [torch.from_numpy(array) for array in numpy.load("inputs.npz").values()
 method = Runtime.get().load_program("model.pte").load_method("forward")
 numpy.save("output.npy", method.execute(inputs)[0].numpy())
 """
+RUN_NCNN = """
+import sys
+sys.modules.update(dict.fromkeys(["smelt", "transformers", "torch"]))
+import numpy, ncnn
+network = ncnn.Net()
+options = network.opt
+options.use_fp16_packed = options.use_fp16_storage = options.use_fp16_arithmetic = False
+assert not network.load_param("model.ncnn.param") and not network.load_model("model.ncnn.bin")
+extractor = network.create_extractor()
+for position, array in enumerate(numpy.load("inputs.npz").values()):
+    array = array.astype(numpy.int32) if array.dtype == numpy.int64 else array
+    extractor.input(f"in{position}", ncnn.Mat(array[0]).clone())
+status, output = extractor.extract("out0")
+assert not status
+numpy.save("output.npy", output.numpy()[None])
+"""
+RUN_LITERT = """
+import sys
+sys.modules.update(dict.fromkeys(["smelt", "transformers", "torch"]))
+import numpy
+from ai_edge_litert.interpreter import Interpreter
+arrays = numpy.load("inputs.npz").items()
+inputs = {n: a.astype(numpy.int32) if a.dtype == numpy.int64 else a for n, a in arrays}
+run = Interpreter("model.tflite").get_signature_runner(SIGNATURE)
+numpy.save("output.npy", run(**inputs)["output_0"])
+"""
+PACKAGES = {
+    "executorch": ("executorch.runtime",), "ncnn": ("pnnx", "ncnn"),
+    "litert": ("ai_edge_litert.interpreter", "litert_torch"),
+}  # fmt: skip
 WRITERS = {"tagger": (taggers.write_model, taggers.TASK), "masked": (masked.write_model, masked.TASK)}
 
 
@@ -83,6 +118,11 @@ def outputs(folder, program, arrays):
     return np.load(folder / "output.npy")
 
 
+def require_extra(name):
+    for package in PACKAGES[name]:
+        pytest.importorskip(package, reason=f"pip install 'smelt[{name}]'")
+
+
 def input_names(folder):
     return json.loads(re.search(r"for name in (\[.*?\])", (folder / "README.md").read_text())[1])
 
@@ -105,7 +145,7 @@ def test_program_equals_its_model_in_another_process(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["classifier", "vit"])
 def test_executorch_program_equals_its_model_in_another_process(kind, tmp_path):
-    pytest.importorskip("executorch.runtime", reason="pip install 'smelt[executorch]'")
+    require_extra("executorch")
     artifact = torch_artifact(kind)
     folder = package_artifact(artifact, format="executorch", out=tmp_path / "package").folder
     for length in (3, 11):
@@ -113,6 +153,70 @@ def test_executorch_program_equals_its_model_in_another_process(kind, tmp_path):
         with open_folder(artifact, "torch", None, 1) as runner:
             expected = runner.forward(batch)
         np.testing.assert_allclose(outputs(folder, RUN_EXECUTORCH, arrays), expected, atol=1e-5)
+
+
+# pnnx and litert-torch take 1 to 9 s a model
+@pytest.mark.parametrize("kind", ["classifier", "embedder", "tagger", "masked", "vit", "resnet"])
+def test_ncnn_network_equals_its_model_in_another_process(kind, tmp_path):
+    require_extra("ncnn")
+    artifact = torch_artifact(kind)
+    folder = package_artifact(artifact, format="ncnn", out=tmp_path / "package").folder
+    names = re.findall(r"in\d is (\w+)", (folder / "README.md").read_text())
+    assert "attention_mask" not in names
+    for length in (3, 11):
+        arrays, _ = inputs_of(names, 1, length)
+        batch = ImageBatch(*arrays.values()) if names == ["pixel_values"] else unpadded(arrays["input_ids"])
+        with open_folder(artifact, "torch", None, 1) as runner:
+            expected = runner.forward(batch)
+        np.testing.assert_allclose(outputs(folder, RUN_NCNN, arrays), expected, rtol=1e-5, atol=1e-5)
+
+
+def unpadded(ids):
+    return Batch(ids, np.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", ["ncnn", "litert"])
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (ShareWeights(), ShareWeightsSettings(targets=["ffn"])),
+        (Factorize(), FactorizeSettings(method="svd", optimize_for="size", rank=6)),
+    ],
+)
+def test_shared_and_factorized_layers_are_kept(name, stage, settings, tmp_path):
+    """`write` compares each file with the model in its own runtime."""
+    require_extra(name)
+    source = tiny.write_bert(tmp_path / "m", num_hidden_layers=2)
+    ctx = harness.run_stage(stage, settings, source, tmp_path / "out", "text-classification")
+    artifact = tiny.as_artifact(ctx.out, "text-classification")
+    (tmp_path / "package").mkdir()
+    find_package_format(name).write(artifact, PackageOrigin(), tmp_path / "package")
+
+
+def test_operators_that_ncnn_has_no_layer_for_are_named(tmp_path):
+    require_extra("ncnn")
+    with raises_code("unsupported-structure", InputError) as error:
+        package_artifact(torch_artifact("roberta"), format="ncnn", out=tmp_path / "package")
+    # RoBERTa counts positions from the tokens that are not padding
+    assert "RobertaForSequenceClassification" in str(error.value)
+    assert "torch.ne" in str(error.value)
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("kind", ["classifier", "roberta", "embedder", "vit", "resnet"])
+def test_litert_signatures_equal_their_model_in_another_process(kind, tmp_path):
+    require_extra("litert")
+    artifact = torch_artifact(kind)
+    folder = package_artifact(artifact, format="litert", out=tmp_path / "package").folder
+    readme = (folder / "README.md").read_text()
+    names = re.search(r"Inputs, by name: (.*?) \(", readme)[1].split(", ")
+    signatures = re.search(r"Signatures: (.*?)\.", readme)[1].split(", ")
+    for signature in signatures:
+        arrays, batch = inputs_of(names, 1, int(signature.rpartition("_")[2]) if "_" in signature else 1)
+        with open_folder(artifact, "torch", None, 1) as runner:
+            expected = runner.forward(batch)
+        actual = outputs(folder, f"SIGNATURE = {signature!r}\n{RUN_LITERT}", arrays)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def list_two_inputs(folder):
@@ -138,15 +242,33 @@ def test_readme_command_answers(lists_token_types, tmp_path):
     assert "tensor([[" in done.stdout
 
 
-def test_missing_executorch_is_an_error_with_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "executorch", None)
-    monkeypatch.setitem(sys.modules, "executorch.runtime", None)
-    with raises_code("not-installed", MissingDependencyError):
-        package_artifact(torch_artifact("classifier"), format="executorch", out=tmp_path / "package")
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_missing_package_is_an_error_with_the_extra(name, tmp_path, monkeypatch):
+    for package in PACKAGES[name]:
+        monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
+        monkeypatch.setitem(sys.modules, package, None)
+    with raises_code("not-installed", MissingDependencyError) as error:
+        package_artifact(torch_artifact("classifier"), format=name, out=tmp_path / "package")
+    assert f"smelt[{name}]" in str(error.value)
     assert not (tmp_path / "package").exists()
 
 
-@pytest.mark.parametrize("name", ["torch-export", "executorch"])
+@pytest.mark.parametrize("name", ["ncnn", "litert"])
+def test_example_of_the_package_prints_the_logits_of_its_text(name, tmp_path):
+    require_extra(name)
+    artifact = torch_artifact("classifier")
+    folder = package_artifact(artifact, format=name, out=tmp_path / "package").folder
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=folder, capture_output=True, text=True, check=True, timeout=300
+    )
+    printed = [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", done.stdout)]
+    ids = np.array([AutoTokenizer.from_pretrained(folder)("A text.")["input_ids"]])
+    with open_folder(artifact, "torch", None, 1) as runner:
+        expected = runner.forward(unpadded(ids))
+    np.testing.assert_allclose(printed, expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch-export", "executorch", "litert", "ncnn"])
 def test_models_that_generate_and_graphs_are_refused(name, tmp_path):
     for kind, step, code in (
         ("translator", "model", "unsupported-task"),

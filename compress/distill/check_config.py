@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smelt.compress.distill.settings import DistillSettings, StudentSettings, check_layer_map, module_pairs
+from smelt.compress.distill.layer_map import check_layer_map, module_pairs
+from smelt.compress.distill.settings import DistillSettings, StudentSettings
 from smelt.compress.distill.teacher_labels import (
     ModelLabels,
     label_errors,

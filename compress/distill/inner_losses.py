@@ -24,14 +24,8 @@ from torch.nn import functional as F
 
 from smelt.compress.distill.capture import CapturedTensors, CaptureRequest, block_positions, capture_tensors
 from smelt.compress.distill.check_config import cosine_width_error, no_attention_scores_error
-from smelt.compress.distill.settings import (
-    INNER_LOSSES,
-    LayerMap,
-    LossWeights,
-    check_layer_map,
-    resolve_layer_map,
-    stack_map,
-)
+from smelt.compress.distill.layer_map import LayerMap, check_layer_map, resolve_layer_map, stack_map
+from smelt.compress.distill.settings import INNER_LOSSES, LossWeights
 from smelt.core.errors import InputError
 from smelt.models.families.family import Attention, Stack
 from smelt.models.families.registry import blocks_of

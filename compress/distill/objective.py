@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from smelt.compress.distill.ensembles import restricted_divergence
 from smelt.compress.distill.inner_losses import InnerLosses
+from smelt.compress.distill.layer_map import module_pairs
 from smelt.compress.distill.logit_cache import CachedTeacher, TopKLogits, top_k_loss
 from smelt.compress.distill.module_losses import ModuleLosses
-from smelt.compress.distill.settings import DistillSettings, module_pairs
+from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.data.labels import NO_CLASS

@@ -50,6 +50,7 @@ from smelt.compress.quantize.low_rank_correction import (
     correction_metric,
     quantize_with_correction,
 )
+from smelt.compress.quantize.nested_settings import LowRankCorrection
 from smelt.compress.quantize.plan_layers import (
     GridFinder,
     PlannedLayer,
@@ -57,7 +58,7 @@ from smelt.compress.quantize.plan_layers import (
     dequantize_codes,
     rows_at_once,
 )
-from smelt.compress.quantize.settings import ActOrder, LowRankCorrection
+from smelt.compress.quantize.settings import ActOrder
 from smelt.core.errors import InputError
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups

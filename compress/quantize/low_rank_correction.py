@@ -31,8 +31,9 @@ from torch import Tensor
 from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.statistics import InputStatistics, cached_statistics, collect_statistics
 from smelt.compress.factorize.svd import ErrorMetric, asvd_metric, low_rank_factors, whitened_svd_metric
+from smelt.compress.quantize.nested_settings import LowRankCorrection
 from smelt.compress.quantize.plan_layers import PlannedLayer, WeightQuantizer, dequantize_codes, output_layer
-from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
+from smelt.compress.quantize.nested_settings import MaxExcluded, MixedPrecision
 from smelt.compress.quantize.plan_layers import (
     ActivationRange,
     PlannedLayer,
@@ -34,7 +35,7 @@ from smelt.compress.quantize.plan_layers import (
     quantize_layers,
     quantize_planned,
 )
-from smelt.compress.quantize.settings import MaxExcluded, MixedPrecision, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.near_ties import round_significant

@@ -35,6 +35,7 @@ from smelt.compress.quantize.mixed_precision import (
     measure_layer_sensitivities,
     select_sensitive,
 )
+from smelt.compress.quantize.nested_settings import MaxExcluded
 from smelt.compress.quantize.plan_layers import (
     ActivationRange,
     GridFinder,
@@ -57,7 +58,7 @@ from smelt.compress.quantize.ranges import (
     insert_rounding,
 )
 from smelt.compress.quantize.scale_targets import ScaleRunner, ScaleTarget, find_scale_targets
-from smelt.compress.quantize.settings import AUTO, MaxExcluded, QuantizeSettings
+from smelt.compress.quantize.settings import AUTO, QuantizeSettings
 from smelt.compress.quantize.smoothquant import SmoothQuantRunner, smoothing_targets
 from smelt.core.artifact import Artifact
 from smelt.core.messages import with_count

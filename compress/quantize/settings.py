@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.quantize.nested_settings import LowRankCorrection, MaxExcluded, MixedPrecision
 from smelt.compress.quantize.scheme_settings import (
     EMBEDDING_SCHEME,
     MODEL_PARTS,
@@ -27,7 +28,6 @@ from smelt.quantization.schemes.registry import (
     bits_per_weight,
     can_learn_ranges,
 )
-from smelt.stage import Settings
 
 
 def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
@@ -45,51 +45,6 @@ def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
     ]
 
 
-class MaxExcluded(Settings):
-    """How many layers `exclude: auto` may keep in float; a tenth of them by default."""
-
-    layers: int | None = Field(default=None, ge=0, description="largest number of layers; default: a tenth")
-    sensitivity: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="exclude layers until the others have at most this fraction of the total sensitivity",
-    )
-
-
-class MixedPrecision(Settings):
-    """Bits for each layer by its sensitivity. Give one of target_bits and max_drop."""
-
-    target_bits: float | None = Field(
-        default=None, gt=0, description="mean bits per weight, scales and zero points included"
-    )
-    max_drop: float | None = Field(
-        default=None,
-        ge=0,
-        description="instead of target_bits: largest drop of metric on validation data",
-    )
-    metric: str | None = Field(
-        default=None, description="metric of max_drop; default: the first of score.quality"
-    )
-    bit_widths: list[Literal[tuple(SCHEMES_BY_BITS)]] = Field(  # type: ignore[valid-type]
-        default=sorted(SCHEMES_BY_BITS), min_length=2, description="bits to choose from"
-    )
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
-        if (self.target_bits is None) == (self.max_drop is None):
-            raise SettingError("set either target_bits or max_drop", code="settings-conflict")
-        if self.metric is not None and self.max_drop is None:
-            raise SettingError(
-                "metric has no effect without max_drop; set max_drop, or remove metric", code="unused-setting"
-            )
-        if len(set(self.bit_widths)) < len(self.bit_widths):
-            raise SettingError(
-                f"bit_widths {self.bit_widths} contains a number twice; remove one", code="duplicate-value"
-            )
-        return self
-
-
 # special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
@@ -103,27 +58,6 @@ _CODEBOOK_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.own_meth
 # methods that rescale channels of the float model before they quantize it
 AWQ_METHODS = ("awq", "awq-gptq")
 _CALIBRATED_METHODS = ("gptq", "autoround", "aqlm", *AWQ_METHODS)  # methods that use calibration samples
-
-
-class LowRankCorrection(Settings):
-    """Two thin float matrices next to each quantized linear layer, the output layer excepted."""
-
-    rank: int = Field(default=32, ge=0, description="at most the smaller dimension of a layer; 0: none")
-    iterations: int = Field(
-        default=1,
-        ge=1,
-        le=100,
-        description="alternating updates of both parts; the best is kept",
-    )
-    init: Literal["quantize", "svd"] = Field(
-        default="quantize",
-        description="quantize: quantize first, correct the error; svd: take out the largest singular"
-        " directions first",
-    )
-    objective: Literal["weights", "inputs", "outputs"] = Field(
-        default="weights",
-        description="error that is minimized: of weights, of weights scaled by mean inputs, of outputs",
-    )
 
 
 class QuantizeSettings(PartSchemeSettings):

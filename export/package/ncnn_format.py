@@ -50,9 +50,8 @@ class NcnnFormat(TorchProgramFormat):
             RunError: the network computes something else.
         """
         try:
-            import pnnx
-
             import ncnn
+            import pnnx
         except ImportError as error:
             raise MissingDependencyError(
                 f"the format ncnn needs the packages ncnn and pnnx ({error}). Run: pip install 'smelt[ncnn]'",
@@ -175,9 +174,8 @@ def _run(network: Any, program: TorchProgram, tensors: tuple[Any, ...]) -> Any:
     Raises:
         InputError: `unsupported-structure`, a layer of ncnn refuses its input.
     """
-    import torch
-
     import ncnn
+    import torch
 
     extractor = network.create_extractor()
     for position, tensor in enumerate(tensors):

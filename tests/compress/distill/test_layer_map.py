@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from smelt.compress.distill.settings import check_layer_map, resolve_layer_map, stack_map
+from smelt.compress.distill.layer_map import check_layer_map, resolve_layer_map, stack_map
 
 pytestmark = pytest.mark.quick
 

@@ -14,8 +14,9 @@ from smelt.calibration.statistics import collect_statistics
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize import plan_layers
 from smelt.compress.quantize.gptq import column_updates, gptq_quantize
+from smelt.compress.quantize.nested_settings import LowRankCorrection
 from smelt.compress.quantize.plan_layers import round_to_nearest, scheme_grid
-from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.sparsify.stage import Sparsify, SparsifySettings
 from smelt.data.splits import Columns

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from smelt.compress.quantize.nested_settings import LowRankCorrection
 from smelt.compress.quantize.plan_layers import plan_layers
 from smelt.compress.quantize.sequential import SequentialQuantizer
-from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model

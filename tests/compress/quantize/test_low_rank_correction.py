@@ -16,9 +16,10 @@ from smelt.compress.quantize.low_rank_correction import (
     oversized_correction_warnings,
     quantize_with_correction,
 )
+from smelt.compress.quantize.nested_settings import LowRankCorrection
 from smelt.compress.quantize.plan_layers import dequantize_codes, round_to_nearest
 from smelt.compress.quantize.qat import prepare_qat
-from smelt.compress.quantize.settings import LowRankCorrection, QuantizeSettings
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.messages import message_codes

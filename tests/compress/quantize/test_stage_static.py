@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smelt.compress.quantize.mixed_precision import select_sensitive
-from smelt.compress.quantize.settings import MaxExcluded
+from smelt.compress.quantize.nested_settings import MaxExcluded
 from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split

@@ -468,8 +468,10 @@ def _first_layer_error(family: Family | None, choice: int | list[int], count: in
 
 def check_mixed_labels(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return an error if labels of some samples are used by a model without one class for each sample."""
+    if settings.train_on != "both" or not settings.uses_labels():
+        return []
     problem = problem_type(config)
-    if settings.train_on != "both" or not settings.uses_labels() or problem == SINGLE_LABEL:
+    if problem == SINGLE_LABEL:
         return []
     text = (
         "labels of some samples are used for classifiers with one class for each sample, not for"

@@ -15,13 +15,12 @@ from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.pipeline.inspect.init_recipe import (
     InitOptions,
     MachineInfo,
-    _yaml_scalar,
     init_recipe,
     recipe_text,
 )
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
-from smelt.pipeline.recipe.yaml_file import parse_yaml
+from smelt.pipeline.recipe.yaml_file import parse_yaml, yaml_scalar
 from tests.support.models import causal, embedders, init_models, masked, taggers, tiny
 
 
@@ -276,8 +275,8 @@ def test_data_folder_is_split_by_file_names(tmp_path, models, layout):
     "text", ["data/a b.jsonl", "1", "yes: no", "true", "a#b", "[x]", "ü.csv", "null", "-"]
 )
 def test_yaml_scalar_round_trips_any_name(text):
-    assert parse_yaml(f"x: {_yaml_scalar(text)}", "").value == {"x": text}
-    assert parse_yaml(f"x: {{y: {_yaml_scalar(text)}}}", "").value == {"x": {"y": text}}
+    assert parse_yaml(f"x: {yaml_scalar(text)}", "").value == {"x": text}
+    assert parse_yaml(f"x: {{y: {yaml_scalar(text)}}}", "").value == {"x": {"y": text}}
 
 
 def test_machine_is_inspected_without_torch(monkeypatch):

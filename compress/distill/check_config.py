@@ -299,11 +299,11 @@ def check_module_names(role: str, names: Iterable[str], config: Mapping[str, Any
 
     Of other models they are found when it is loaded.
     """
-    from smelt.models.user_module import build_module
-
     wanted = [*names]
     if not wanted or not is_user_module(config):
         return []
+    from smelt.models.user_module import build_module
+
     try:
         network = build_module(str(config.get("module")), str(config.get("source_hash")))
     except InputError:

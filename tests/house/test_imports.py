@@ -86,6 +86,15 @@ def test_cli_help_does_not_import_pydantic() -> None:
     assert python(code) is False
 
 
+def test_plan_of_quickstart_imports_no_heavy_packages() -> None:
+    """The import of torch and transformers takes four of the five seconds that a plan would take."""
+    code = (
+        "import json, sys\nfrom smelt.pipeline.plan.load_plan import load_plan\nload_plan('quickstart')\n"
+        f"print(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))))"
+    )
+    assert python(code) == []
+
+
 MEASURING = (
     "factorize.svd", "prune.importances.scores", "prune.width", "drop_layers.select_layers",
     "drop_layers.drop_parts", "quantize.ranges",

@@ -79,7 +79,8 @@ class NcnnFormat(TorchProgramFormat):
             f'network.load_model("{BIN_FILE}")\n'
             "extractor = network.create_extractor()\n"
             f"for position, name in enumerate({json.dumps(program.input_names)}):\n"
-            f'    extractor.input(f"in{{position}}", ncnn.Mat(inputs[name][0].astype("{dtype}")).clone())\n'
+            f'    array = inputs[name][0].astype("{dtype}")  # named: Mat points to its memory until clone\n'
+            '    extractor.input(f"in{position}", ncnn.Mat(array).clone())\n'
             'print(extractor.extract("out0")[1].numpy())'
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")

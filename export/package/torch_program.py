@@ -227,7 +227,9 @@ def write_preprocessing(
             'processor = AutoImageProcessor.from_pretrained(".")\n'
             f'inputs = dict(processor(Image.open("photo.jpg"), return_tensors="{tensors}"))'
         )
-        return code, " transformers pillow torchvision", ()
+        # without torchvision transformers reads images with Pillow, as smelt does, and torch is not installed
+        note = f"{EXAMPLE_FILE} reads photo.jpg: put an image of that name into this folder."
+        return code, " transformers pillow", (note,)
     copy_tokenizer_files(source, folder)
     # a tokenizer may list fewer inputs than the program takes
     options = "" if length is None else f', padding="max_length", truncation=True, max_length={length}'

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
 
 import smelt
 from smelt.api.package import find_package_format, package_artifact
@@ -265,6 +266,30 @@ def test_example_of_the_package_prints_the_logits_of_its_text(name, tmp_path):
     ids = np.array([AutoTokenizer.from_pretrained(folder)("A text.")["input_ids"]])
     with open_folder(artifact, "torch", None, 1) as runner:
         expected = runner.forward(unpadded(ids))
+    np.testing.assert_allclose(printed, expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch-export", "litert", "ncnn"])
+def test_example_of_the_package_prints_the_logits_of_its_image(name, tmp_path):
+    """By Pillow alone, as smelt reads images: torchvision brings torch and computes other pixels."""
+    if name in PACKAGES:
+        require_extra(name)
+    artifact = torch_artifact("vit")
+    folder = package_artifact(artifact, format=name, out=tmp_path / "package").folder
+    readme = (folder / "README.md").read_text()
+    assert "torchvision" not in readme
+    assert "photo.jpg" in readme.partition("```python")[2].rpartition("```")[2]  # the user adds it
+    pixels = np.random.default_rng(0).integers(0, 256, size=(50, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "photo.jpg")
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=folder, capture_output=True, text=True, check=True, timeout=300
+    )
+    logits = re.search(r"\[[^\[\]]+\]", done.stdout)[0]
+    printed = [float(number) for number in re.findall(r"nan|-?\d+\.\d*(?:e-?\d+)?", logits)]
+    processor = AutoImageProcessor.from_pretrained(folder)
+    batch = ImageBatch(processor(Image.open(folder / "photo.jpg"), return_tensors="np")["pixel_values"])
+    with open_folder(artifact, "torch", None, 1) as runner:
+        expected = runner.forward(batch)
     np.testing.assert_allclose(printed, expected[0], atol=1e-4)
 
 

@@ -51,7 +51,7 @@ class LitertFormat(TorchProgramFormat):
         except ImportError as error:
             raise MissingDependencyError(
                 f"the format litert needs the package litert-torch ({error}). Run: pip install"
-                " 'smelt[litert]', in an environment of its own: its typing_extensions is older than smelt's constraints.",
+                " 'smelt[litert]' in an environment of its own",
                 code="not-installed",
             ) from error
         program = read_program(artifact)

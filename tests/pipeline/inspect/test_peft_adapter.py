@@ -325,7 +325,7 @@ def test_files_fetched_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("source", "with_head"), [
     ("adapter", True), ("adapter", False), ("base", False), (None, False),
 ])  # fmt: skip
-def test_labels_are_those_of_the_adapter_or_its_base(
+def test_labels_are_read_from_the_adapter_or_its_base(
     tmp_path: Path, source: str | None, with_head: bool
 ) -> None:
     base, kind = tiny.write_bert(tmp_path / "base"), "AutoModelForSequenceClassification"

@@ -26,6 +26,7 @@ from smelt.models.weight_files import has_weights
 from smelt.pipeline.inspect.model_folder import check_model_folder
 from smelt.pipeline.inspect.peft_adapter import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     PeftAdapter,
     is_adapter,
     merge_adapter,
@@ -33,10 +34,18 @@ from smelt.pipeline.inspect.peft_adapter import (
 )
 from smelt.training.settings import PEFT_VERSION
 
-_MERGE_VERSION = 1  # increased whenever the same adapter would be merged differently
+_MERGE_VERSION = 2  # increased whenever the same adapter would be merged differently
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Files to download from the hub: no pickles, no weights of other frameworks, no code.
-_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "README.md", "LICENSE*"]
+# Files to download from the hub: no pickles, no weights of other frameworks, no code, and no checkpoints of a
+# training, which repositories of adapters often have.
+_HUB_FILES = ["*.json", "*.safetensors", "*.spm", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*"]
+_IGNORED_HUB_FILES = ["checkpoint-*/*"]
+
+
+def local_path(model: str, base: Path) -> Path | None:
+    """Return the path that `model` is, relative to `base`; None for a hub id."""
+    path = resolve_path(base, model)
+    return path if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir() else None
 
 
 def local_model_folder(model: str, base: Path) -> Path | None:
@@ -47,7 +56,7 @@ def local_model_folder(model: str, base: Path) -> Path | None:
     Raises:
         InputError: an adapter cannot be read or merged.
     """
-    path = _path_of(model, base)
+    path = local_path(model, base)
     if path is None or not _has_adapter(path):
         return path
     adapter = read_adapter(path)
@@ -71,17 +80,49 @@ def fetch_model(model: str, base: Path, task: Task) -> Path:
 def fetch_folder(model: str, base: Path) -> Path:
     """Return the unchecked folder of `model`; a hub id, and the base model of an adapter, are downloaded.
 
+    An adapter may itself be a hub id.
+
     Raises:
         InputError: the download failed, or an adapter cannot be merged.
     """
     folder = local_model_folder(model, base)
     if folder is not None:
         return folder
-    path = _path_of(model, base) or _download(model)
+    local = local_path(model, base)
+    path = local or _download(model)
     if not _has_adapter(path):
         return path
     adapter = read_adapter(path)
-    return _merge_once(adapter, _base_folder(adapter) or _download_base(adapter))
+    name = model if local is None else str(path)
+    return _merge_once(adapter, _base_folder(adapter) or _download_base(adapter, name))
+
+
+def fetch_config_folder(model: str, base: Path) -> Path:
+    """Return a folder with the config of `model`, of which nothing else is downloaded.
+
+    model: a hub id, or the folder of an adapter, which is returned. The config of an adapter is
+    `adapter_config.json`.
+
+    Raises:
+        InputError: the download failed.
+    """
+    if (path := local_path(model, base)) is not None:
+        return path
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    offline_reason = hub_unreachable_reason()
+    try:
+        with hub_cache_only(offline_reason):
+            try:
+                return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
+            except EntryNotFoundError as error:
+                try:
+                    return Path(huggingface_hub.hf_hub_download(model, ADAPTER_CONFIG)).parent
+                except EntryNotFoundError:
+                    raise error from None  # a model needs config.json
+    except Exception as error:  # the hub client raises many types; all mean that the download failed
+        raise _hub_error(model, offline_reason, error) from error
 
 
 def merged_model_folder(path: Path) -> Path:
@@ -94,15 +135,19 @@ def merged_model_folder(path: Path) -> Path:
         return path
     folder = local_model_folder(str(path), path.parent)
     if folder is None:
-        base = read_adapter(path).base
-        text = f"{path}: its base model {base} is not on this machine. Download it first: hf download {base}."
+        adapter = read_adapter(path)
+        revision = f" --revision {adapter.revision}" if adapter.revision else ""
+        text = (
+            f"{path}: its base model {adapter.base} is not on this machine. Download it first:"
+            f" hf download {adapter.base}{revision}."
+        )
         raise InputError(text, code="not-in-hub-cache")
     return folder
 
 
 def adapter_note(model: str, base: Path) -> Message | None:
     """Return a note about `model` if it is the folder of an adapter, which is merged; else None."""
-    path = _path_of(model, base)
+    path = local_path(model, base)
     if path is None or not _has_adapter(path):
         return None
     adapter = read_adapter(path)
@@ -110,12 +155,6 @@ def adapter_note(model: str, base: Path) -> Message | None:
     end = "is downloaded by the run" if folder is None else f"is merged with it into {folder}"
     text = f"'{model}' is an adapter of peft ({adapter.variant}, rank {adapter.rank}); {adapter.base} {end}."
     return info("peft-adapter", text)
-
-
-def _path_of(model: str, base: Path) -> Path | None:
-    """Return the path that `model` is, relative to `base`; None for a hub id."""
-    path = resolve_path(base, model)
-    return path if path.exists() or not _HUB_ID.fullmatch(model) or path.parent.is_dir() else None
 
 
 def _has_adapter(path: Path) -> bool:
@@ -140,7 +179,7 @@ def _base_folder(adapter: PeftAdapter) -> Path | None:
     As in peft, the path is relative to the current folder; else it may be relative to the adapter's.
 
     Raises:
-        InputError: there is no such model, or a revision of the hub is named.
+        InputError: there is no such model.
     """
     for parent in (Path.cwd(), adapter.folder):
         path = resolve_path(parent, adapter.base)
@@ -153,42 +192,49 @@ def _base_folder(adapter: PeftAdapter) -> Path | None:
             " it to the folder or hub id of the model that the adapter was trained on.",
             code="missing-base-model",
         )
-    if adapter.revision not in (None, "main"):
-        raise InputError(
-            f"{adapter.folder / ADAPTER_CONFIG}: revision {adapter.revision!r} of {adapter.base} is not"
-            " supported. Download that revision, and set base_model_name_or_path to its folder.",
-            code="base-model-revision",
-        )
-    return _cached_snapshot(adapter.base)
+    return _cached_snapshot(adapter.base, adapter.revision)
 
 
-def _cached_snapshot(model: str) -> Path | None:
+def _snapshot(model: str, revision: str | None) -> Path:
     import huggingface_hub
 
+    folder = huggingface_hub.snapshot_download(
+        model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES
+    )
+    return Path(folder)
+
+
+def _cached_snapshot(model: str, revision: str | None) -> Path | None:
     try:
         with hub_cache_only("only the cache is read"):
-            folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+            folder = _snapshot(model, revision)
     except Exception:  # the hub client raises many types; all mean that it is not there
         return None
     return folder if has_weights(folder) else None
 
 
-def _download(model: str) -> Path:
-    import huggingface_hub
-
+def _download(model: str, revision: str | None = None) -> Path:
     offline_reason = hub_unreachable_reason()
     try:
         with hub_cache_only(offline_reason):
-            return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+            folder = _snapshot(model, revision)
     except Exception as error:  # the hub client raises many types; all mean that the download failed
-        raise hub_error(model, offline_reason, error) from error
+        raise _hub_error(model, offline_reason, error, revision) from error
+    if offline_reason and not has_weights(folder) and not (folder / ADAPTER_WEIGHTS).is_file():
+        raise InputError(  # `smelt init` downloads only the config
+            f"{model}: the local hub cache has no weights (safetensors) of it, only {folder};"
+            f" {offline_reason}. Download the model with a network connection first.",
+            code="not-in-hub-cache",
+        )
+    return folder
 
 
-def _download_base(adapter: PeftAdapter) -> Path:
+def _download_base(adapter: PeftAdapter, name: str) -> Path:
+    """Return the base model of `adapter`, downloaded. name: the adapter's hub id, or its folder."""
     try:
-        return _download(adapter.base)
+        return _download(adapter.base, adapter.revision)
     except InputError as error:
-        text = f"{adapter.folder}: the base model of this adapter: {error}"
+        text = f"{name}: an adapter, whose base model is missing: {error}"
         raise InputError(text, code=error.code, file=str(adapter.folder / ADAPTER_CONFIG)) from error
 
 
@@ -220,15 +266,18 @@ def _file_stamps(paths: Sequence[Path]) -> list[list[Any]]:
     return sorted([str(path.resolve()), stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps)
 
 
-def hub_error(model: str, offline_reason: str | None, error: Exception) -> InputError:
+def _hub_error(
+    model: str, offline_reason: str | None, error: Exception, revision: str | None = None
+) -> InputError:
     """Return the error for a failed download. offline_reason: why the hub is not reachable, or None."""
+    name = model if revision is None else f"{model} (revision {revision})"
     if offline_reason is None:
         return InputError(
-            f"{model}: no such folder, and cannot download a model of this name from the hub: {error}",
+            f"{name}: no such folder, and cannot download a model of this name from the hub: {error}",
             code="not-on-hub",
         )
     return InputError(
-        f"{model}: no such folder, and not in the local hub cache; {offline_reason}."
+        f"{name}: no such folder, and not in the local hub cache; {offline_reason}."
         " Use a model's folder, or download the model with a network connection first.",
         code="not-in-hub-cache",
     )

@@ -22,6 +22,7 @@ from smelt.data.tasks import Task
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
+from smelt.pipeline.inspect.find_model import local_path
 from smelt.pipeline.inspect.init_module import ModuleOptions, module_recipe_text
 from smelt.pipeline.inspect.init_onnx import onnx_recipe_text
 from smelt.pipeline.inspect.init_stages import (
@@ -281,12 +282,9 @@ def recipe_text(
     if data and not machine.gpu and (effort := training_time_text(model_info, data, steps)):
         comments.append(effort)
     model_path = Path(model).expanduser()
-    path_text = (
-        model_path.as_posix()
-        if model_path.is_absolute()
-        else _relative_path(model_info.folder or model_path, base)
-    )
-    model_name = model if model_info.folder is None else path_text
+    # not model_info.folder: of an adapter, that is the merged model in the cache
+    path_text = model_path.as_posix() if model_path.is_absolute() else _relative_path(model_path, base)
+    model_name = path_text if local_path(model, Path.cwd()) else model
     header = _header_comments(model, model_info, machine, path, comments, named_files=data is not None)
     lines = [*header, f"model: {yaml_scalar(model_name)}"]
     if len(model_info.tasks) > 1:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, combined_error, did_you_mean
 from smelt.core.files import MANIFEST, load_json, resolve_path
-from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import with_article
 from smelt.data.labels import has_classifier
 from smelt.data.npz_arrays import read_npz_headers
@@ -31,7 +30,7 @@ from smelt.models.quantization_config import (
 )
 from smelt.models.text_rules import MODULES_FILE, NO_LIMIT, position_limit, read_sentence_rules
 from smelt.models.weight_files import has_weights
-from smelt.pipeline.inspect.find_model import fetch_folder, hub_error, local_model_folder
+from smelt.pipeline.inspect.find_model import fetch_config_folder, fetch_folder, local_model_folder
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
     read_config,
@@ -167,13 +166,16 @@ class ModelInfo:
 def inspect_model(model: str, task: Task | None = None, base: Path | None = None) -> ModelInfo:
     """Return the properties of `model`, a folder or a hub id; of the latter only the config is downloaded.
 
+    An adapter on the hub, and the base model of an adapter, are downloaded whole.
+
     Raises:
         InputError: the model is not supported, or not for `task`.
     """
-    folder = local_model_folder(model, base or Path.cwd())
-    if folder is None and is_adapter(resolve_path(base or Path.cwd(), model)):
-        folder = fetch_folder(model, base or Path.cwd())
-    config_folder = _config_from_hub(model) if folder is None else folder
+    parent = base or Path.cwd()
+    folder = local_model_folder(model, parent)
+    config_folder = folder or fetch_config_folder(model, parent)
+    if folder is None and is_adapter(config_folder):
+        folder = config_folder = fetch_folder(model, parent)
     config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in FAMILIES_BY_TASK.items() if family in families)
@@ -220,17 +222,6 @@ def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> i
             limit = load_json(folder / "tokenizer_config.json").get("model_max_length")
             limits.append(int(limit) if isinstance(limit, int | float) and limit < NO_LIMIT else None)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _config_from_hub(model: str) -> Path:
-    import huggingface_hub
-
-    offline_reason = hub_unreachable_reason()
-    try:
-        with hub_cache_only(offline_reason):
-            return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # the hub client raises many types; all mean that the download failed
-        raise hub_error(model, offline_reason, error) from error
 
 
 def _choose_task(

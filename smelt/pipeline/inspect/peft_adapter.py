@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
-from smelt.core.files import load_json
+from smelt.core.files import load_json, read_json_object
 from smelt.core.messages import message_codes
 from smelt.core.system import require_package
 from smelt.core.workspaces import temporary_workspace
+from smelt.data.labels import class_names
 from smelt.models.weight_files import has_weights, read_header
 from smelt.training.settings import PEFT_VERSION
 
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _MAX_PROBLEM = 300  # characters of an error of peft
 _PREFIX = "base_model.model."  # of names in the adapter's file
 _HEADS = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
@@ -98,9 +99,9 @@ def read_adapter(folder: Path) -> PeftAdapter:
             " the adapter was trained on.",
             code="missing-base-model",
         )
-    if not (folder / _ADAPTER_WEIGHTS).is_file():
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         raise InputError(
-            f"{folder}: no {_ADAPTER_WEIGHTS}. Pickle files (adapter_model.bin) are not read; save the"
+            f"{folder}: no {ADAPTER_WEIGHTS}. Pickle files (adapter_model.bin) are not read; save the"
             " adapter with safe_serialization=True.",
             code="missing-weights",
         )
@@ -131,7 +132,7 @@ def _head_of(config: Mapping[str, Any]) -> str:
 
 def _num_labels(folder: Path) -> int | None:
     """Return the outputs of the head in the adapter's file: rows of the narrowest matrix stored whole."""
-    header = read_header(folder / _ADAPTER_WEIGHTS)
+    header = read_header(folder / ADAPTER_WEIGHTS)
     row_counts = [
         entry["shape"][0]
         for name, entry in header.items()
@@ -154,11 +155,9 @@ def merge_adapter(adapter: PeftAdapter, base: Path, out: Path) -> None:
     from smelt.models.checkpoint import copy_tokenizer, load_model, save_model
     from smelt.models.import_model import import_model
 
-    labels = None if adapter.num_labels is None else [f"LABEL_{i}" for i in range(adapter.num_labels)]
+    labels = _labels(adapter, base) if adapter.head and adapter.num_labels is not None else None
     with temporary_workspace() as space:
-        codes = message_codes(
-            import_model(base, space, labels if adapter.head else None, auto_class=f"AutoModel{adapter.head}")
-        )
+        codes = message_codes(import_model(base, space, labels, auto_class=f"AutoModel{adapter.head}"))
         if "already-quantized" in codes:
             raise InputError(
                 f"{adapter.folder}: its base model {base} is quantized, so the adapter cannot be merged. Use"
@@ -166,15 +165,30 @@ def merge_adapter(adapter: PeftAdapter, base: Path, out: Path) -> None:
                 code="already-quantized",
             )
         model, edits = load_model(space)
-        stored = set(read_header(adapter.folder / _ADAPTER_WEIGHTS)) - {"__metadata__"}
+        stored = set(read_header(adapter.folder / ADAPTER_WEIGHTS)) - {"__metadata__"}
         if "new-classifier" in codes:
             _require_whole_head(adapter, base, model, stored)
         model = _merged(adapter, base, model, stored)
+        if labels is not None and len(labels) == model.config.num_labels:
+            model.config.id2label = dict(enumerate(labels))
+            model.config.label2id = {name: i for i, name in enumerate(labels)}
         save_model(model, edits, out, space)
     copy_tokenizer(adapter.folder, out)
     for path in base.iterdir():  # the license, for packages
         if path.is_file() and (path.name == "README.md" or path.name.upper().startswith("LICEN")):
             shutil.copyfile(path, out / path.name)
+
+
+def _labels(adapter: PeftAdapter, base: Path) -> list[str]:
+    """Return the names of the outputs of the head: `id2label` in a config.json of the adapter or its base.
+
+    peft's own config has none. Names of another number of outputs are of another head.
+    """
+    for folder in (adapter.folder, base):
+        config = read_json_object(folder / "config.json")
+        if config.get("id2label") and len(names := class_names(config)) == adapter.num_labels:
+            return names
+    return [f"LABEL_{i}" for i in range(adapter.num_labels or 0)]
 
 
 def _require_whole_head(adapter: PeftAdapter, base: Path, model: Any, stored: set[str]) -> None:

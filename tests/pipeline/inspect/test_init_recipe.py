@@ -154,7 +154,9 @@ def test_classifier_is_calibrated_on_plain_text(tmp_path, models):
 def test_gpu_adds_tensorrt_branch(tmp_path, models, monkeypatch):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
-    path.write_text(recipe_text("m", inspect_model(str(models["t5"])), data, _GPU, tmp_path, path))
+    path.write_text(
+        recipe_text(str(models["t5"]), inspect_model(str(models["t5"])), data, _GPU, tmp_path, path)
+    )
     steps = load_plan(path).steps
     assert [s.stage for s in steps][-2:] == ["onnx", "tensorrt"]
     assert steps[-1].optional
@@ -168,7 +170,9 @@ def test_ort_tensorrt_is_proposed_only_if_it_works(tmp_path, models, works):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
     machine = MachineInfo(cores=4, gpu=True, tensorrt=False, ort_tensorrt=works)
-    path.write_text(recipe_text("m", inspect_model(str(models["t5"])), data, machine, tmp_path, path))
+    path.write_text(
+        recipe_text(str(models["t5"]), inspect_model(str(models["t5"])), data, machine, tmp_path, path)
+    )
     steps = load_plan(path).steps
     targets = [step.settings.target for step in steps if step.stage == "onnx"]
     assert ("ort-tensorrt" in targets) == works
@@ -180,7 +184,11 @@ def test_openvino_is_proposed_if_installed(tmp_path, models, there):
     data = inspect_data([_data(tmp_path / "rows", "translation")], "translation")
     path = tmp_path / "r.yaml"
     machine = MachineInfo(2, False, False, openvino=there)
-    path.write_text(recipe_text("m", inspect_model(str(models["marian"])), data, machine, tmp_path, path))
+    path.write_text(
+        recipe_text(
+            str(models["marian"]), inspect_model(str(models["marian"])), data, machine, tmp_path, path
+        )
+    )
     steps = {step.name: step for step in load_plan(path).steps}
     assert ("openvino" in steps) == there
     text = "on 2 cores without an NVIDIA GPU" + (", with OpenVINO." if there else ".")

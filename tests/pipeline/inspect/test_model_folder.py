@@ -216,7 +216,7 @@ def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.M
 
     requests: list[str] = []
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, allow_patterns: list[str], **_: Any) -> str:
         if model == "a/gone":
             raise OSError("offline")
         requests.extend([model, *allow_patterns])

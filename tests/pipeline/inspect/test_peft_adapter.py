@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
@@ -126,7 +127,6 @@ def write_config(folder: Path, **changes: Any) -> None:
         ({"megatron_config": {"a": 1}, "megatron_core": "os"}, "unsupported-adapter"),
         ({"base_model_name_or_path": None}, "missing-base-model"),
         ({"base_model_name_or_path": "/nowhere/base"}, "missing-base-model"),
-        ({"base_model_name_or_path": "a/b", "revision": "v1"}, "base-model-revision"),
         ({"r": 8}, "adapter-mismatch"),
         ({"target_modules": ["query", "key", "value"]}, "adapter-mismatch"),
         ({"target_modules": ["query"]}, "adapter-mismatch"),
@@ -173,7 +173,7 @@ def test_hub_base_is_downloaded_by_the_run(tmp_path: Path, monkeypatch: pytest.M
     write_config(folder, base_model_name_or_path="a/b")
     calls: list[bool] = []
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, **_: Any) -> str:
         from huggingface_hub import constants
 
         calls.append(bool(constants.HF_HUB_OFFLINE))
@@ -202,6 +202,149 @@ def test_error_of_a_hub_base_that_is_not_there_names_the_adapter(
     assert str(folder) in str(caught.value)
 
 
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, without a connection."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def cache_repository(hub_cache: Path, name: str, folder: Path, revision: str = "main") -> Path:
+    """Move `folder` into the hub's cache, as its client stores a repository; return the snapshot."""
+    repository = hub_cache / f"models--{name.replace('/', '--')}"
+    commit = revision.encode().hex().rjust(40, "0")
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    (repository / "snapshots").mkdir(exist_ok=True)
+    return folder.rename(repository / "snapshots" / commit)
+
+
+def cache_adapter(tmp_path: Path, hub_cache: Path, **changes: Any) -> tuple[Path, Path]:
+    """Put the adapter `user/adapter` and its base `org/base` into the hub's cache; return their snapshots."""
+    base = tiny.write_bert(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, "AutoModelForSequenceClassification", **CLASSIFIER)
+    write_config(folder, base_model_name_or_path="org/base", **changes)
+    snapshot = cache_repository(hub_cache, "user/adapter", folder)
+    return snapshot, cache_repository(hub_cache, "org/base", base, str(changes.get("revision") or "main"))
+
+
+def test_hub_adapter_is_inspected_planned_and_run(
+    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot, base = cache_adapter(tmp_path, hub_cache)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        tiny.write_labeled(tmp_path / f"{name}.jsonl")
+    assert inspect_model("user/adapter").parameters == inspect_model(str(base)).parameters
+    data = ("--data", "test.jsonl")
+    harness.smelt("init", "user/adapter", *data, "--out", tmp_path / "new.yaml", code=0)
+    assert "from-the-hub" in message_codes(load_plan(tmp_path / "new.yaml").notes)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: user/adapter\ntask: text-classification\ndata: {train: train.jsonl, test: test.jsonl}\n"
+        "stages:\n  - finetune: {max_steps: 1}\nscore: {quality: [accuracy], latency: false}\n"
+    )
+    result = harness.smelt("run", recipe, "--store", tmp_path / "store", "--out", tmp_path / "out", code=0)
+    assert result.error is None
+    model, _ = load_model(fetch_model("user/adapter", tmp_path, "text-classification"))
+    expected = harness.logits(merged_by_peft(snapshot, base, "AutoModelForSequenceClassification"))
+    torch.testing.assert_close(harness.logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_revision_of_the_adapter_selects_the_base(tmp_path: Path, hub_cache: Path) -> None:
+    snapshot, base = cache_adapter(tmp_path, hub_cache, revision="v1")
+    other = tiny.write_bert(tmp_path / "other")
+    weights = transformers.AutoModelForSequenceClassification.from_pretrained(other)
+    with torch.no_grad():
+        weights.bert.embeddings.word_embeddings.weight.mul_(2)
+    weights.save_pretrained(other)
+    cache_repository(hub_cache, "org/base", other)
+    model, _ = load_model(fetch_model("user/adapter", tmp_path, "text-classification"))
+    expected = harness.logits(merged_by_peft(snapshot, base, "AutoModelForSequenceClassification"))
+    torch.testing.assert_close(harness.logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_error_of_a_hub_adapter_names_its_missing_base(
+    tmp_path: Path, hub_cache: Path, has_config: bool
+) -> None:
+    """`smelt init` of a hub id downloads its config only."""
+    _, base = cache_adapter(tmp_path, hub_cache)
+    if has_config:
+        (base / "model.safetensors").unlink()
+    else:
+        base.rename(tmp_path / "gone")
+    for ask in (
+        lambda: inspect_model("user/adapter", base=tmp_path),
+        lambda: fetch_model("user/adapter", tmp_path, None),
+    ):
+        with raises_code("not-in-hub-cache", InputError) as caught:
+            ask()
+        assert all(name in str(caught.value) for name in ("user/adapter", "org/base", "HF_HUB_OFFLINE"))
+
+
+def test_hub_adapter_without_its_weights_is_not_in_the_cache(tmp_path: Path, hub_cache: Path) -> None:
+    snapshot, _ = cache_adapter(tmp_path, hub_cache)
+    (snapshot / "adapter_model.safetensors").unlink()
+    with raises_code("not-in-hub-cache", InputError) as caught:
+        fetch_model("user/adapter", tmp_path, None)
+    assert "user/adapter" in str(caught.value)
+    (snapshot / ADAPTER_CONFIG).unlink()
+    with raises_code("not-in-hub-cache", InputError):
+        inspect_model("user/adapter", base=tmp_path)
+
+
+def test_files_fetched_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    base = tiny.write_bert(tmp_path / "base")
+    folder = write_adapter(tmp_path / "adapter", base, "AutoModelForSequenceClassification", **CLASSIFIER)
+    wanted = [ADAPTER_CONFIG, "adapter_model.safetensors", "tokenizer.json", "vocab.txt"]
+    wanted += ["tokenizer.model", "chat_template.jinja", "added_tokens.json"]
+    others = ["adapter_model.bin", "training_args.bin", "checkpoint-9/adapter_model.safetensors", "a.py"]
+    fetched: list[str] = []
+
+    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        fetched.extend(
+            filter_repo_objects(
+                [*wanted, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("smelt.pipeline.inspect.find_model.hub_unreachable_reason", lambda: None)
+    fetch_model("user/adapter", tmp_path, "text-classification")
+    assert fetched == wanted
+
+
+@pytest.mark.parametrize(("source", "with_head"), [
+    ("adapter", True), ("adapter", False), ("base", False), (None, False),
+])  # fmt: skip
+def test_labels_are_read_from_the_adapter_or_its_base(
+    tmp_path: Path, source: str | None, with_head: bool
+) -> None:
+    base, kind = tiny.write_bert(tmp_path / "base"), "AutoModelForSequenceClassification"
+    if not with_head:
+        transformers.AutoModelForMaskedLM.from_pretrained(base).save_pretrained(base)
+    saved = CLASSIFIER | {"modules_to_save": ["classifier", "pooler"]}
+    write_adapter(tmp_path / "adapter", base, kind, labels=2, **saved)
+    for name in ("base", "adapter"):
+        path = tmp_path / name / "config.json"
+        config = json.loads((base / "config.json").read_text()) | {"id2label": None, "label2id": None}
+        if name == source:
+            config |= {"id2label": {"0": "ham", "1": "spam"}, "label2id": {"ham": 0, "spam": 1}}
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    config = load_model(fetch_model("adapter", tmp_path, "text-classification"))[0].config
+    names = ["LABEL_0", "LABEL_1"] if source is None else ["ham", "spam"]
+    assert config.id2label == dict(enumerate(names))
+    assert config.label2id == {name: i for i, name in enumerate(names)}
+
+
 @pytest.mark.parametrize("problem", ["it fails.", "it fails.."])
 def test_problem_of_a_mismatch_ends_with_one_full_stop(tmp_path: Path, problem: str) -> None:
     base = tiny.write_bert(tmp_path / "base")
@@ -210,7 +353,9 @@ def test_problem_of_a_mismatch_ends_with_one_full_stop(tmp_path: Path, problem: 
     assert text.replace("[...]", "").count("..") == 0
 
 
-def test_adapter_is_planned_inspected_run_and_teaches(tmp_path: Path) -> None:
+def test_adapter_is_planned_inspected_run_and_teaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tiny.write_bert(tmp_path / "base")
     write_adapter(tmp_path / "adapter", base, "AutoModelForSequenceClassification", **CLASSIFIER)
     for name in ("train", "test"):
@@ -226,7 +371,9 @@ def test_adapter_is_planned_inspected_run_and_teaches(tmp_path: Path) -> None:
     assert (
         inspect_model("adapter", base=tmp_path).parameters == inspect_model("base", base=tmp_path).parameters
     )
-    harness.smelt("init", tmp_path / "adapter", "--out", tmp_path / "new.yaml", code=0)
+    monkeypatch.chdir(tmp_path)
+    harness.smelt("init", "adapter", "--out", tmp_path / "new.yaml", code=0)
+    assert yaml.safe_load((tmp_path / "new.yaml").read_text())["model"] == "adapter"
     arguments = ("--store", tmp_path / "store", "--out", tmp_path / "out")
     result = harness.smelt("run", recipe, *arguments, code=0)
     assert result.error is None

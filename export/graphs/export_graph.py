@@ -459,7 +459,8 @@ def export_graph(graph: GraphSpec, target: emit.GraphTarget, opset: int) -> Any:
         _name_logits_dimension(model.graph)
         return model
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError) as error:
-        raise RunError(f"{graph.name}: torch.onnx.export failed: {error}", code="export-failed") from error
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without colors
+        raise RunError(f"{graph.name}: torch.onnx.export failed: {text}", code="export-failed") from error
 
 
 @contextmanager

@@ -6,7 +6,6 @@ and exits with `exit_code`. Of any other error it prints the first line and writ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from smelt.core.messages import Message
 
 DEFAULT_CODE = "error"  # the code of an error without a specific code
-_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of colors, which torch.onnx.export has in its errors
 _MAX_LINE, _MAX_LINES = 2_000, 200  # characters and lines of a message
 
 
@@ -43,7 +41,7 @@ class SmeltError(Exception):
         line: int | None = None,
         messages: Iterable[Message] = (),
     ) -> None:
-        text = _shorten(_TERMINAL_CODE.sub("", str(message)))
+        text = _shorten(str(message))
         super().__init__(text)
         self.code = code
         self.setting, self.file, self.line = setting, file, line

@@ -17,12 +17,6 @@ def test_long_message_keeps_both_ends_when_wrapped_again(text):
     assert str(InputError(wrapped)) == wrapped
 
 
-def test_terminal_codes_are_removed_from_messages():
-    # as of torch.onnx.export
-    text = "with torch.export. \x1b[96mThis is step 1/3\x1b[0m of exporting \x1b[1;38;5;9mx[0m\x1b[m"
-    assert str(InputError(text)) == "with torch.export. This is step 1/3 of exporting x[0m"
-
-
 @pytest.mark.parametrize(("typo", "known", "meant"), [
     ("prnue", ["quantize", "prune"], "prune"), ("kep", ["keep"], "keep"), ("rnu", ["plan", "run"], "run"),
     ("blue", ["chrf", "bleu"], "bleu"), ("translate", ["summarization", "translation"], "translation"),

@@ -39,7 +39,7 @@ class NcnnFormat(TorchProgramFormat):
     """`.param` and `.bin` files that the runtime of ncnn runs: C++, Android, iOS, Python."""
 
     name: ClassVar[str] = "ncnn"
-    summary: ClassVar[str] = "one network of ncnn (.param and .bin) for mobile and embedded CPUs"
+    summary: ClassVar[str] = "ncnn network (.param, .bin) for mobile and embedded CPUs"
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write the network and compare it with the model, in ncnn.

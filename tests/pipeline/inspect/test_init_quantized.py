@@ -102,7 +102,7 @@ def test_quantized_parameters_are_counted_unpacked(folder):
 
 def test_quantization_of_hub_model_is_read_from_config(folder, tmp_path, monkeypatch):
     config = json.loads((folder / "gptq" / "config.json").read_text())
-    monkeypatch.setattr("smelt.pipeline.inspect.model_info._config_from_hub", lambda model: tmp_path)
+    monkeypatch.setattr("smelt.pipeline.inspect.model_info.fetch_config_folder", lambda model, base: tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert inspect_model("some/gptq").quantization.description == "gptq"
     config["quantization_config"]["bits"] = 8

@@ -329,7 +329,7 @@ class DistillSettings(TechniqueTrainingSettings):
         ):
             return self
         if task_traits(task).output == "arrays":
-            # outputs are logits only if the user says so
+            # outputs count as logits only where a setting names them
             logits = self.losses.logits if "logits" in self.losses.model_fields_set else 0.0
             outputs = self.losses.outputs
             if outputs is None and not logits and not self.losses.inner_weights():

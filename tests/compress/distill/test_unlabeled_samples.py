@@ -87,7 +87,7 @@ def test_classifier_learns_labels_of_labeled_texts_and_teacher_of_all(tmp_path):
     assert end < 0.8 * start
 
 
-def test_some_labels_are_refused_where_they_cannot_be_used(tmp_path):
+def test_labels_of_some_samples_without_single_label_classifier_are_rejected(tmp_path):
     losses = {"logits": 1.0, "labels": 0.5}
     settings = DistillSettings(train_on="both", losses=losses)
     assert not Distill.check_rows(settings, "text-classification", {"unlabeled": TEXTS})

@@ -49,7 +49,7 @@ def test_summary_commands_match_task(report, tmp_path, task, tried, shipped):
     ]
 
 
-def test_commands_name_the_program_where_it_is_not_on_the_path(report, tmp_path, monkeypatch):
+def test_program_outside_path_is_printed_with_its_folder(report, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [".venv/bin/smelt", "run"])
     result = Result(report, tmp_path)

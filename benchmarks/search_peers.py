@@ -38,7 +38,8 @@ stages:
   - quantize: {{scheme: {{search: {{choices: [int8-dynamic, int8-static, int4]}}}}}}
   - onnx: {{target: ort-cpu, autotune: {{search: {{choices: [true, false]}}}}}}
 score: {{quality: [accuracy], latency: {{batch_sizes: [1]}}}}
-search: {{minimize: latency, subject_to: {{accuracy: {{max_drop: 1.0}}}}}}
+search: {{minimize: latency}}
+gates: {{accuracy: {{max_degradation: 1.0}}}}
 """
 
 
@@ -217,7 +218,7 @@ def main(model: Path, data: Path, olive: str, minutes: float, out: Path) -> None
     if not (out / "smelt" / "search.json").exists():
         recipe = out / "search.yaml"
         recipe.write_text(_RECIPE.format(model=model, data=data), encoding="utf-8")
-        words = ["search", str(recipe), "--timeout", f"{60 * minutes:g}s", "--out", str(out / "smelt")]
+        words = ["search", str(recipe), "--time-limit", f"{60 * minutes:g}s", "--out", str(out / "smelt")]
         subprocess.run([sys.executable, "-m", "smelt", *words], check=False, env=environment)
     if not (out / "olive" / "best").exists():
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -42,7 +42,7 @@ class LowRankDelta(Settings):
 
 
 class ShareWeightsSettings(Settings):
-    """Settings of `share-weights`. Give at most one of groups and group_size; default group_size: 2."""
+    """Settings of `share-weights`. Give groups or layers_per_group (default: 2)."""
 
     targets: list[Literal["attention", "ffn", "norms", "layers", "embeddings"]] = Field(
         default=["attention", "ffn"],
@@ -55,7 +55,7 @@ class ShareWeightsSettings(Settings):
         ge=1,
         description="groups of layers per stack",
     )
-    group_size: int | None = Field(default=None, ge=2, description="layers in a group")
+    layers_per_group: int | None = Field(default=None, ge=2, description="layers in a group")
     pattern: Literal["sequence", "cycle", "cycle-reversed"] = Field(
         default="sequence",
         description="which layers share: neighbors; every n-th of n groups; likewise, the last n in reversed"
@@ -78,8 +78,8 @@ class ShareWeightsSettings(Settings):
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
-        if self.groups is not None and self.group_size is not None:
-            raise SettingError("set either groups or group_size, not both", code="settings-conflict")
+        if self.groups is not None and self.layers_per_group is not None:
+            raise SettingError("set either groups or layers_per_group, not both", code="settings-conflict")
         without_delta = {"norms", "layers", "embeddings"} & {*self.targets}
         if self.low_rank_delta is not None and without_delta:
             raise SettingError(
@@ -224,8 +224,8 @@ def share_layers(
             notes.append(
                 warning(
                     "single-layer-groups",
-                    f"The {len(blocks)} {name} are not shared: each group has one layer. Set group_size or"
-                    " groups.",
+                    f"The {len(blocks)} {name} are not shared: each group has one layer. Set layers_per_group"
+                    " or groups.",
                 )
             )
         for group in multi_groups:
@@ -248,7 +248,7 @@ def share_layers(
 
 def group_layers(layers: int, settings: ShareWeightsSettings) -> list[list[int]]:
     """Return the indices of `layers` layers in groups by the pattern; a single layer is a group."""
-    group_size = settings.group_size or _DEFAULT_GROUP_SIZE
+    group_size = settings.layers_per_group or _DEFAULT_GROUP_SIZE
     start = 1 if settings.exclude_first_and_last else 0
     inner = range(start, layers - start)
     count = len(inner)

@@ -154,8 +154,8 @@ def shrink(
     data: str | Path | Sequence[str | Path],
     *,
     target: str | Sequence[str] = (),
-    max_drop: str | Sequence[str] = (),
-    budget_minutes: float = 30.0,
+    max_degradation: str | Sequence[str] = (),
+    time_limit_minutes: float = 30.0,
     task: str | None = None,
     out: str | Path | None = None,
     store: str | Path | None = None,
@@ -167,8 +167,8 @@ def shrink(
         model: a folder or a hub id.
         data: a folder with train, validation and test, or files.
         target: "2x faster", "4x smaller", "at most 20 MB", or several (default: as fast as possible).
-        max_drop: the largest loss, such as "bleu 0.5" (default: 1 point of the main metric).
-        budget_minutes: time for the search.
+        max_degradation: the largest loss, such as "bleu 0.5" (default: 1 point of the main metric).
+        time_limit_minutes: time for the search.
         task: task, if the model's family supports several.
         out: the folder (default: runs/NAME-shrink). The same call in the same folder goes on.
         store: folder of stored artifacts, or the URL of a bucket.
@@ -190,8 +190,8 @@ def shrink(
     files = [data] if isinstance(data, str | Path) else data
     options = ShrinkOptions(
         targets=(target,) if isinstance(target, str) else tuple(target),
-        max_drops=(max_drop,) if isinstance(max_drop, str) else tuple(max_drop),
-        minutes=budget_minutes,
+        max_degradations=(max_degradation,) if isinstance(max_degradation, str) else tuple(max_degradation),
+        time_limit_minutes=time_limit_minutes,
         task=task,  # type: ignore[arg-type]
         out=None if out is None else Path(out),
         store=None if store is None else store_place(store),
@@ -207,7 +207,7 @@ def search(
     *,
     overrides: Sequence[str] | Mapping[str, Any] | None = None,
     trials: int | None = None,
-    max_minutes: float | None = None,
+    time_limit_minutes: float | None = None,
     sampler: str | None = None,
     out: str | Path | None = None,
     store: str | Path | None = None,
@@ -222,7 +222,7 @@ def search(
         recipe: a file with `{search: ...}` in its settings and a key `search`.
         overrides: settings to change, as for `smelt.run`.
         trials: trials at most, of all workers (default: the recipe's, else 50).
-        max_minutes: time limit; the running trial is finished.
+        time_limit_minutes: time limit; the running trial is finished.
         sampler: tpe, nsga2, random or grid (default: by the number of objectives).
         out: the search's folder (default: runs/NAME-search). A search in the same folder is continued.
         store: folder of stored artifacts, or the URL of a bucket.
@@ -248,7 +248,7 @@ def search(
         out=None if out is None else Path(out),
         store=None if store is None else store_place(store),
         trials=trials,
-        max_minutes=max_minutes,
+        time_limit_minutes=time_limit_minutes,
         storage=storage,
         sampler=sampler,  # type: ignore[arg-type]
         limit=limit,

@@ -1,7 +1,8 @@
 """Mixed precision: bit widths per matrix for a mean number of bits or a maximum drop of a metric.
 
 The sensitivity of the model's outputs to each matrix is measured alone at each bit width. Sensitivities are
-added up; interactions are not measured. With `max_drop` whole models are scored, so interactions count there.
+added up; interactions are not measured. With `max_degradation` whole models are scored, so interactions count
+there.
 
 One bit width per matrix with the least total sensitivity for the total bits is a multiple-choice knapsack.
 The states of all matrices so far are visited in the order of their bits, and only Pareto-optimal ones are
@@ -358,7 +359,7 @@ def choose_bit_widths(
         src: the artifact of `model`.
         settings: settings of the stage.
         quantizer: chooses the quantized weights for sensitivities and scored models.
-        ctx: gets details and warnings; its `score` is used for `max_drop`.
+        ctx: gets details and warnings; its `score` is used for `max_degradation`.
 
     Raises:
         InputError: target_bits is less than the smallest width needs, or the metric is not scored.
@@ -479,9 +480,9 @@ def _within_drop(
     trial: _ModelScorer,
     ctx: Context,
 ) -> WidthChoice:
-    """Return the cheapest scored choice of `choices` that loses at most `asked.max_drop`, by bisection."""
-    assert asked.max_drop is not None
-    limit = float_score - asked.max_drop
+    """Return the cheapest scored choice that loses at most `asked.max_degradation`, by bisection."""
+    assert asked.max_degradation is not None
+    limit = float_score - asked.max_degradation
 
     def good(index: int) -> bool:
         candidate = choices[index]
@@ -490,10 +491,11 @@ def _within_drop(
     low, high = -1, len(choices) - 1
     if not good(high):
         ctx.warn(
-            "max-drop-exceeded",
+            "max-degradation-exceeded",
             f"mixed_precision: even with the most bits ({choices[high].cost / total:.3g} per weight),"
-            f" the drop is larger than max_drop {asked.max_drop:g} of {trial.metric} on validation"
-            " data; this choice is used. Increase max_drop, or add larger bit_widths.",
+            f" {trial.metric} on validation data is worse by more than max_degradation"
+            f" {asked.max_degradation:g}; this choice is used. Increase max_degradation, or add larger"
+            " bit_widths.",
         )
         return choices[high]
     while high - low > 1 and choices[high].cost - choices[max(low, 0)].cost > _FINE_DROP * total:

@@ -24,18 +24,18 @@ class MaxExcluded(Settings):
 
 
 class MixedPrecision(Settings):
-    """Bits for each layer by its sensitivity. Give one of target_bits and max_drop."""
+    """Bits for each layer by its sensitivity. Give one of target_bits and max_degradation."""
 
     target_bits: float | None = Field(
         default=None, gt=0, description="mean bits per weight, scales and zero points included"
     )
-    max_drop: float | None = Field(
+    max_degradation: float | None = Field(
         default=None,
         ge=0,
         description="instead of target_bits: largest drop of metric on validation data",
     )
     metric: str | None = Field(
-        default=None, description="metric of max_drop; default: the first of score.quality"
+        default=None, description="metric of max_degradation; default: the first of score.quality"
     )
     bit_widths: list[Literal[tuple(SCHEMES_BY_BITS)]] = Field(  # type: ignore[valid-type]
         default=sorted(SCHEMES_BY_BITS), min_length=2, description="bits to choose from"
@@ -43,11 +43,12 @@ class MixedPrecision(Settings):
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        if (self.target_bits is None) == (self.max_drop is None):
-            raise SettingError("set either target_bits or max_drop", code="settings-conflict")
-        if self.metric is not None and self.max_drop is None:
+        if (self.target_bits is None) == (self.max_degradation is None):
+            raise SettingError("set either target_bits or max_degradation", code="settings-conflict")
+        if self.metric is not None and self.max_degradation is None:
             raise SettingError(
-                "metric has no effect without max_drop; set max_drop, or remove metric", code="unused-setting"
+                "metric has no effect without max_degradation; set max_degradation, or remove metric",
+                code="unused-setting",
             )
         if len(set(self.bit_widths)) < len(self.bit_widths):
             raise SettingError(

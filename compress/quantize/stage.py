@@ -113,7 +113,7 @@ class Quantize(Stage[QuantizeSettings]):
             return frozenset()
         extra: set[Need] = (
             {"validation"}
-            if settings.mixed_precision and settings.mixed_precision.max_drop is not None
+            if settings.mixed_precision and settings.mixed_precision.max_degradation is not None
             else set()
         )
         return frozenset(extra | ({"calibration"} if "calibration" in available else {"train"}))

@@ -102,7 +102,8 @@ class WorkerProcess:
         if line is None:
             self._process.kill()
             raise self._worker_error(
-                f"no answer to '{request['op']}' within {self._time_limit:g} s; increase time_limit_seconds",
+                f"no answer to '{request['op']}' within {self._time_limit:g} s; increase"
+                " process_timeout_seconds",
                 "timing-timed-out",
             )
         if not line:
@@ -197,7 +198,7 @@ class TimingJob:
             RunError: it cannot be loaded.
         """
         threads = self.settings.threads or _stored_threads(path) or 1
-        worker = stack.enter_context(WorkerProcess(threads, self.settings.time_limit_seconds))
+        worker = stack.enter_context(WorkerProcess(threads, self.settings.process_timeout_seconds))
         answer = worker.ask(
             op="load", artifact=str(path.resolve()), threads=threads, task=self.task, device=self.device,
             arrays=None if self.arrays is None else str(self.arrays), compiled=compiled,

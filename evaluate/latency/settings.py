@@ -42,14 +42,14 @@ class LatencySettings(Settings):
         gt=0,
         description="time limit per artifact and batch size; with a slow baseline fewer samples are used",
     )
-    time_limit_seconds: float = Field(
+    process_timeout_seconds: float = Field(
         default=600.0, gt=0, description="a process that reports nothing for this time is stopped"
     )
     prompt_tokens: int = Field(default=32, ge=1, le=1 << 20, description="language models: prompt length")
     new_tokens: int = Field(
         default=32, ge=1, le=4096, description="language models: tokens generated per call"
     )
-    max_minutes: float | None = Field(
+    time_limit_minutes: float | None = Field(
         default=None,
         gt=0,
         le=100_000,
@@ -77,7 +77,7 @@ class LatencySettings(Settings):
 
     def cache_key(self) -> dict[str, Any]:
         """Return, JSON-able, the settings that an artifact's times depend on (not the time limit)."""
-        return self.model_dump(mode="json", exclude={"max_minutes", "steps"})
+        return self.model_dump(mode="json", exclude={"time_limit_minutes", "steps"})
 
     def named_steps(self) -> tuple[str, ...]:
         """Return the names of the listed steps."""

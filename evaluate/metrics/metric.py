@@ -193,7 +193,7 @@ class Metric(Generic[SamplesT]):
     or not (Wilson, McNemar); "mean": the mean of the first column times `scale`; "sum": a function of sums,
     to which a row contributes a part; "corpus": another function of all rows.
     limits: the lowest and highest value, infinite where it has no limit.
-    higher_is_better: where lower is better a gate's `max_drop` limits the rise.
+    higher_is_better: where lower is better a gate's `max_degradation` limits the rise.
     digits: decimal places in reports.
     libraries: distributions whose versions the value depends on.
     settings: the class of its settings in `score.quality`; has_variants: whether a recipe may list it several

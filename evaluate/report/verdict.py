@@ -230,7 +230,7 @@ def _closest(reason: Any, steps: Sequence[StepReport], metrics: Sequence[str]) -
     metric = metrics[0]
     best = max(steps, key=lambda step: signed_value(step, metric))
     losses = refused_losses(best, metrics)
-    gates = ", ".join(f"{name}: {{max_drop: NUMBER}}" for name in losses or [metric])
+    gates = ", ".join(f"{name}: {{max_degradation: NUMBER}}" for name in losses or [metric])
     loss_texts = " and ".join(view.metric_label(name) for name in losses)
     why, hint = {
         "gates-failed": ("none passes all its gates.", f", and fails {_failed_gates_text(best.gates)}."),

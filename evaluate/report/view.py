@@ -532,7 +532,7 @@ def _limit_text(gate: GateReport) -> str:
     confidence_text = "" if gate.confidence is None else f" at confidence {gate.confidence:g}"
     limit = gate_quantity_text(gate.metric, gate.limit)
     bound = "at least" if gate.kind == "min" else "at most"
-    return f"{bound} {limit}{' worse' * (gate.kind == 'max_drop')}{confidence_text}"
+    return f"{bound} {limit}{' worse' * (gate.kind == 'max_degradation')}{confidence_text}"
 
 
 def gate_result_text(gate: GateReport) -> str:
@@ -565,6 +565,6 @@ def gate_value_text(gate: GateReport) -> str:
 
 
 def _gate_value(gate: GateReport, value: float | None) -> str:
-    if gate.kind != "max_drop" or value is None:
+    if gate.kind != "max_degradation" or value is None:
         return gate_quantity_text(gate.metric, value)
     return f"{gate_quantity_text(gate.metric, abs(value))} {'better' if value < 0 else 'worse'}"

@@ -34,7 +34,7 @@ _MEMORY_FRACTION = 0.5  # of the free memory
 class SimplifySettings(Settings):
     """Settings of `simplify`."""
 
-    seconds: float = Field(default=300.0, gt=0, le=86_400, description="limit of CPU time, seconds")
+    time_limit_seconds: float = Field(default=300.0, gt=0, le=86_400, description="limit of CPU time")
     memory_gb: float | None = Field(
         default=None, gt=0, description="memory limit, GB; default: half of the free memory"
     )
@@ -50,7 +50,7 @@ class Simplify(Stage[SimplifySettings]):
     Samples are taken from calibration, validation or train.
 
         - simplify: {}
-        - simplify: {seconds: 60, memory_gb: 4}
+        - simplify: {time_limit_seconds: 60, memory_gb: 4}
     """
 
     name: ClassVar[str] = "simplify"
@@ -143,7 +143,7 @@ def _simplify_isolated(tool: str, path: Path, candidate: Path, settings: Simplif
     free_bytes = max(_MIN_MEMORY_BYTES, int(_MEMORY_FRACTION * available_bytes()))
     memory = free_bytes if settings.memory_gb is None else int(settings.memory_gb * 1e9)
     try:
-        limits = ProcessLimits(memory, settings.seconds)
+        limits = ProcessLimits(memory, settings.time_limit_seconds)
         answer = run_isolated(__name__, [tool, str(path), str(candidate)], limits)
     except IsolatedProcessError as error:
         return warning(error.code, f"{tool} was stopped: {error}")

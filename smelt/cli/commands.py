@@ -180,14 +180,14 @@ def init(
     help='Such as "2x faster", "4x smaller", "at most 20 MB"; may be repeated (default: fastest).',
 )
 @click.option(
-    "--max-drop",
-    "max_drops",
+    "--max-degradation",
+    "max_degradations",
     multiple=True,
     metavar="TEXT",
     help='Largest loss, such as "bleu 0.5"; may be repeated (default: 1 point of the main metric).',
 )
 @click.option(
-    "--budget",
+    "--time-limit",
     default="30m",
     show_default=True,
     metavar="TIME",
@@ -207,7 +207,7 @@ def shrink(
     data: tuple[Path, ...],
     task: Any,
     columns: tuple[str, ...],
-    budget: str,
+    time_limit: str,
     only_plan: bool,
     quiet: bool,
     source_language: str | None,
@@ -228,7 +228,11 @@ def shrink(
     column_names = parse_columns(columns).model_dump(exclude_unset=True)
     languages = (source_language, target_language)
     options = ShrinkOptions(
-        minutes=minutes_of(budget, "--budget"), task=task, columns=column_names, languages=languages, **flags
+        time_limit_minutes=minutes_of(time_limit, "--time-limit"),
+        task=task,
+        columns=column_names,
+        languages=languages,
+        **flags,
     )
 
     explain = None if quiet else print_summary

@@ -268,7 +268,7 @@ def plan(
     "--set", "overrides", multiple=True, metavar="NAME.KEY=VALUE", help="Change one setting of the recipe."
 )
 @click.option("--trials", type=click.IntRange(min=1), metavar="N", help="Trials at most (default: 50).")
-@click.option("--timeout", metavar="TIME", help="Time limit, such as 90s, 30m or 2h.")
+@click.option("--time-limit", metavar="TIME", help="Time limit, such as 90s, 30m or 2h.")
 @click.option(
     "--sampler", type=click.Choice(("tpe", "nsga2", "random", "grid")), help="How points are chosen."
 )
@@ -282,7 +282,12 @@ def plan(
 @click.option("--plan", "only_plan", is_flag=True, help="Check the space and show it, without running it.")
 @click.option("--quiet", is_flag=True, help="Print only the result.")
 def search(
-    recipe: str, overrides: tuple[str, ...], timeout: str | None, only_plan: bool, quiet: bool, **flags: Any
+    recipe: str,
+    overrides: tuple[str, ...],
+    time_limit: str | None,
+    only_plan: bool,
+    quiet: bool,
+    **flags: Any,
 ) -> None:
     """Search the space of RECIPE: a recipe with `{search: ...}` in its settings and a key `search`.
 
@@ -293,8 +298,8 @@ def search(
     from smelt.pipeline.search.space import read_space
     from smelt.pipeline.search.study import Search, SearchOptions
 
-    limit = None if timeout is None else minutes_of(timeout, "--timeout")
-    job = Search(read_space(recipe, overrides), SearchOptions(max_minutes=limit, **flags))
+    limit = None if time_limit is None else minutes_of(time_limit, "--time-limit")
+    job = Search(read_space(recipe, overrides), SearchOptions(time_limit_minutes=limit, **flags))
     job.check()
     if only_plan:
         print_untrusted(str(job.space))

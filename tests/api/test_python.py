@@ -77,7 +77,7 @@ def test_report_exists_while_first_step_runs(translator, tmp_path, monkeypatch):
 def test_single_sample_is_scored_and_packaged_without_interval(translator, tmp_path):
     home, _ = translator
     text = RECIPE.format(task="translation", stages="[quantize, onnx]")
-    (home / "one.yaml").write_text(f"{text}gates: {{bleu: {{max_drop: 50, confidence: 0.95}}}}\n")
+    (home / "one.yaml").write_text(f"{text}gates: {{bleu: {{max_degradation: 50, confidence: 0.95}}}}\n")
     result = smelt.run(home / "one.yaml", out=tmp_path / "run", limit=1, quiet=True)
     assert result.exit_code == 3
     step = result.report["steps"][-1]

@@ -99,7 +99,7 @@ def test_only_selected_targets_and_stacks_are_shared():
 @pytest.mark.quick
 @pytest.mark.parametrize(("layers", "settings", "wanted"), [
     (6, {}, [[0, 1], [2, 3], [4, 5]]),
-    (7, {"group_size": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
+    (7, {"layers_per_group": 3}, [[0, 1, 2], [3, 4, 5], [6]]),
     (6, {"groups": 2}, [[0, 1, 2], [3, 4, 5]]),
     (7, {"groups": 3}, [[0, 1, 2], [3, 4], [5, 6]]),
     (6, {"groups": 1, "exclude_first_and_last": True}, [[0], [1, 2, 3, 4], [5]]),
@@ -113,7 +113,7 @@ def test_only_selected_targets_and_stacks_are_shared():
     # algorithm 1 for M = 3 of N = 8: 1 2 3 1 2 3, then 3 2; of N = 9: 1 2 3 1 2 3 3 2 1
     (8, {"groups": 3, "pattern": "cycle-reversed"}, [[0, 3], [1, 4, 7], [2, 5, 6]]),
     (9, {"groups": 3, "pattern": "cycle-reversed"}, [[0, 3, 8], [1, 4, 7], [2, 5, 6]]),
-    (7, {"group_size": 3, "pattern": "cycle"}, [[0, 3, 6], [1, 4], [2, 5]]),
+    (7, {"layers_per_group": 3, "pattern": "cycle"}, [[0, 3, 6], [1, 4], [2, 5]]),
     (2, {"groups": 2, "pattern": "cycle-reversed"}, [[0], [1]]),
     (6, {"groups": 1, "pattern": "cycle-reversed"}, [[0, 1, 2, 3, 4, 5]]),
     (6, {"groups": 2, "pattern": "cycle", "exclude_first_and_last": True}, [[0], [1, 3], [2, 4], [5]]),
@@ -122,9 +122,9 @@ def test_groups_contain_layers_of_pattern(layers, settings, wanted):
     assert group_layers(layers, ShareWeightsSettings(**settings)) == wanted
 
 
-def test_groups_with_group_size_is_rejected():
+def test_groups_with_layers_per_group_is_rejected():
     with raises_setting_codes("settings-conflict"):
-        ShareWeightsSettings(groups=2, group_size=2)
+        ShareWeightsSettings(groups=2, layers_per_group=2)
 
 
 def test_layers_of_different_shape_are_not_shared_with_warning(tmp_path):

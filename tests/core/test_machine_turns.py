@@ -62,7 +62,7 @@ def test_trial_takes_turns_for_steps_and_measurements(tmp_path, monkeypatch):
     )
     text = small(**{"  - onnx\n": "", "  - prune: {targets: [ffn], keep_ratio: {search: [0.5, 0.9]}}\n": ""})
     text = text.replace("[latency, size]\n  maximize: quality", "size").replace(
-        "max_drop: 1.0", "max_drop: 90"
+        "max_degradation: 1.0", "max_degradation: 90"
     )
     options = ("--trials", 1, "--limit", 2, "--out", tmp_path / "out")
     lines = smelt("search", write(tmp_path, text), *options, code=0).output.splitlines()

@@ -210,7 +210,7 @@ score:
   quality: [exact_match, {"own_run:lengths": {greater_is_better: false}}]
   generation: {max_new_tokens: 3}
   latency: false
-gates: {"own_run:lengths": {max_drop: 100, max: -1000}}
+gates: {"own_run:lengths": {max_degradation: 100, max: -1000}}
 """
 
 
@@ -232,7 +232,10 @@ def test_run_scores_selects_and_gates_by_custom_metric(tmp_path):
     score = step["quality"]["own_run:lengths"]
     assert score["value"] == pytest.approx(sum(lengths) / len(lengths))
     assert score["higher_is_better"] is False
-    assert [(gate["kind"], gate["passed"]) for gate in step["gates"]] == [("max_drop", True), ("max", False)]
+    assert [(gate["kind"], gate["passed"]) for gate in step["gates"]] == [
+        ("max_degradation", True),
+        ("max", False),
+    ]
     first_score = json.loads((run / "report.json").read_text())["steps"][0]["quality"]["own_run:lengths"]
     assert step["details"]["training"]["validations"][0]["score"] == pytest.approx(first_score["value"])
     assert step["against_baseline"]["own_run:lengths"]["p_value_holm"] is not None

@@ -302,7 +302,7 @@ def test_outputs_equal_to_references_have_bleu_100_in_every_script(language):
         assert "|tok:char|" in identical_score.signature
         sacrebleu_score = BLEU(tokenize="char").corpus_score(ruined, [sentences])
         assert other.value == pytest.approx(sacrebleu_score.score, abs=1e-9)
-        assert identical_score.value - other.value > 40  # a gate with max_drop: 1 fails
+        assert identical_score.value - other.value > 40  # a gate with max_degradation: 1 fails
     if language != "ko":  # which has spaces
         with raises_code("bleu-tokenizer", InputError):
             score_texts(["bleu"], sentences, references, {"bleu": {"tokenize": "13a"}})

@@ -44,8 +44,8 @@ score: {{quality: [bleu, chrf]}}
 search:
   minimize: [latency, size]
   maximize: quality
-  subject_to: {{bleu: {{max_drop: 1.0}}}}
   order: {{cut: [prune, drop-layers]}}
+gates: {{bleu: {{max_degradation: 1.0}}}}
 """
 
 

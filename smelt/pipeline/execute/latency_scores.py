@@ -113,7 +113,9 @@ class LatencyScores:
                 job,
                 progress=progress,
                 on_measured=keep,
-                seconds=seconds if score.latency.max_minutes is None else 60 * score.latency.max_minutes,
+                seconds=seconds
+                if score.latency.time_limit_minutes is None
+                else 60 * score.latency.time_limit_minutes,
             )
         for name in missing:
             keep(result, name)

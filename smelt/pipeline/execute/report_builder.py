@@ -88,7 +88,7 @@ def judge_gate(gate: PlannedGate, step: StepRecord, statistics: GateStatistics) 
 def _explain_missing_value(gate: PlannedGate, step: StepRecord) -> tuple[bool | None, str, str]:
     """Return whether a gate without a value passes (None: not judged), and the reason's code and text."""
     done = step["status"] in ("done", "cached")
-    if done and gate.kind == "max_drop" and gate.metric in step["quality"]:
+    if done and gate.kind == "max_degradation" and gate.metric in step["quality"]:
         return None, "baseline-not-scored", "the baseline was not scored"
     if step["reason"]:
         return None if done else False, step["cause"], step["reason"]
@@ -107,7 +107,7 @@ def _is_interval_within_limit(gate: PlannedGate, step: StepRecord) -> bool:
     if gate.metric in SPEED_METRICS:
         interval = (smallest_batch_row(step) or {}).get(f"{gate.metric}_ci95")
         return not interval or _is_within_limit(gate, min(interval))
-    if gate.kind != "max_drop":
+    if gate.kind != "max_degradation":
         interval = step["quality"][gate.metric]["ci95"]
         return not interval or all(_is_within_limit(gate, end) for end in interval)
     interval = (step["against_baseline"].get(gate.metric) or {}).get("ci95")
@@ -116,7 +116,7 @@ def _is_interval_within_limit(gate: PlannedGate, step: StepRecord) -> bool:
 
 
 def _is_within_limit(gate: PlannedGate, value: float) -> bool:
-    return value <= gate.limit if gate.kind in ("max_drop", "max") else value >= gate.limit
+    return value <= gate.limit if gate.kind in ("max_degradation", "max") else value >= gate.limit
 
 
 def smallest_batch_row(step: StepRecord) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def examples_needed(gate: PlannedGate, step: StepRecord, statistics: GateStatist
     of 0 cannot be detected with any n and returns None.
     """
     difference = step["against_baseline"].get(gate.metric)
-    if gate.kind != "max_drop" or difference is None or gate.limit <= 0:
+    if gate.kind != "max_degradation" or difference is None or gate.limit <= 0:
         return None
     if difference["ci95"] is None:
         return None  # too few examples to estimate the number
@@ -156,7 +156,7 @@ def _missing_interval_reason(
     """Return the code and text of why there is no interval for `gate`; None if there is one."""
     if gate.metric not in statistics.own:
         return None
-    sides = (statistics.own, statistics.baseline) if gate.kind == "max_drop" else (statistics.own,)
+    sides = (statistics.own, statistics.baseline) if gate.kind == "max_degradation" else (statistics.own,)
     n = min(len(side[gate.metric]["rows"]) for side in sides if gate.metric in side)
     minimum = min_examples(gate.metric, confidence)
     amount = with_count(n, "window" if gate.metric in WINDOW_METRICS else "example")
@@ -165,7 +165,7 @@ def _missing_interval_reason(
         text = f"{amount} {verb} too few for confidence {confidence:g}; use {minimum} or more"
         return "too-few-examples", text
     step_values = Statistics.model_validate(statistics.own[gate.metric])
-    if gate.kind != "max_drop":
+    if gate.kind != "max_degradation":
         text = f"no interval, as all of {amount} have one value"
         return None if metric_interval(step_values, confidence) else ("equal-scores", text)
     baseline_values = (
@@ -188,7 +188,7 @@ def _gated_value(gate: PlannedGate, step: StepRecord, statistics: GateStatistics
         latency_row = smallest_batch_row(step)
         return latency_row[gate.metric] if latency_row else None
     score = step["quality"].get(gate.metric)
-    if gate.kind == "max_drop":
+    if gate.kind == "max_degradation":
         difference = step["against_baseline"].get(gate.metric)
         if difference is None or score is None:
             # the baseline itself has no drop; without a baseline the drop is unknown
@@ -206,7 +206,7 @@ def _gated_bound(
     if gate.metric in SPEED_METRICS:
         return _speedup_lower_bound(gate.metric, step, confidence)
     step_values = Statistics.model_validate(statistics.own[gate.metric])
-    if gate.kind != "max_drop":
+    if gate.kind != "max_degradation":
         interval = metric_interval(step_values, confidence)
         return interval and interval[gate.kind == "max"]
     if not step["against_baseline"].get(gate.metric):

@@ -118,7 +118,7 @@ class PlanStep:
 
 @dataclass(frozen=True)
 class PlannedGate:
-    """A limit on one metric, as in report.json. kind: max_drop, min or max. at: names of steps.
+    """A limit on one metric, as in report.json. kind: max_degradation, min or max. at: names of steps.
 
     confidence: of the interval whose worse end is compared with the limit; None compares the value.
     """
@@ -309,7 +309,7 @@ def _format_plan(plan: Plan) -> str:
         lines += _wrap_lines(text, 12)
     for gate in plan.gates:
         direction = "rise" if is_lower_better(gate.metric, recipe.metric_settings) else "drop"
-        sign = {"max_drop": f"{direction} at most", "min": "at least", "max": "at most"}[gate.kind]
+        sign = {"max_degradation": f"{direction} at most", "min": "at least", "max": "at most"}[gate.kind]
         sure = f", with confidence {gate.confidence:g}" if gate.confidence is not None else ""
         limit = f"{sign} {gate.limit:,.10g}{sure}"
         lines += _wrap_lines(f"gate        {gate.metric}: {limit} at {', '.join(gate.at)}", 12)

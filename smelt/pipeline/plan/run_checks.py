@@ -199,9 +199,9 @@ def plan_gates(context: CheckContext) -> Iterator[Finding]:
         if excluded and (step_names or not steps):
             text = f"The gate on {metric} is not evaluated at {', '.join(excluded)}: excluded by --until."
             yield (), warning("gate-not-judged", text)
-        limits = {"max_drop": gate.max_drop, "min": gate.min, "max": gate.max}
+        limits = {"max_degradation": gate.max_degradation, "min": gate.min, "max": gate.max}
         if context.recipe.baseline not in included:
-            limits.pop("max_drop")  # no baseline to compare with; check_baseline warns about it
+            limits.pop("max_degradation")  # no baseline to compare with; check_baseline warns about it
             if metric == AGREEMENT_METRIC and context.recipe.traits.modality != "arrays":
                 limits = {}
         set_limits = [(kind, limit) for kind, limit in limits.items() if limit is not None and steps]

@@ -137,7 +137,7 @@ class ScoreSettings(Settings):
 class GateSettings(Settings):
     """Limits of one metric."""
 
-    max_drop: float | None = Field(
+    max_degradation: float | None = Field(
         default=None, ge=0, description="largest allowed drop compared with the baseline"
     )
     min: float | None = Field(default=None, description="smallest allowed value")
@@ -517,9 +517,9 @@ def _check_gates(
     measured_metrics = (
         task_metrics if has_error(invalid_paths, "score.quality") else keys.score.quality or task_metrics
     )
-    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured_metrics, ("max_drop", "min"))
-    # lower is better for these, so `max_drop` limits an increase
-    limits |= {metric: ("max_drop", "max") for metric in limits if is_lower_better(metric, settings)}
+    limits: dict[str, tuple[str, ...]] = dict.fromkeys(measured_metrics, ("max_degradation", "min"))
+    # lower is better for these, so `max_degradation` limits an increase
+    limits |= {metric: ("max_degradation", "max") for metric in limits if is_lower_better(metric, settings)}
     limits |= {**dict.fromkeys(SPEED_METRICS, ("min",)), **dict.fromkeys(EXACT_QUANTITIES, ("max",))}
     if task_traits(keys.task).modality == "arrays":
         limits.pop("operations")  # of third-party graphs they are not counted
@@ -556,7 +556,7 @@ def _check_limits(
     metric: str, gate: GateSettings, fitting: Sequence[str], path: KeyPath, errors: RecipeErrors, wrong: bool
 ) -> None:
     """Check the limits of one gate. wrong: an invalid part was dropped, which may have been the limit."""
-    limit_names = [name for name in ("max_drop", "min", "max") if getattr(gate, name) is not None]
+    limit_names = [name for name in ("max_degradation", "min", "max") if getattr(gate, name) is not None]
     for name in limit_names:
         if name not in fitting:
             errors.add(

@@ -81,9 +81,8 @@ def _write_report(search: Search, ended: str) -> dict[str, Any]:
         "limit": search.options.limit,
         "baseline": search.baseline,
         "objectives": [{"name": item.name, "maximize": item.maximize} for item in space.objectives],
-        "subject_to": {
-            name: gate.model_dump(exclude_none=True, mode="json")
-            for name, gate in space.settings.subject_to.items()
+        "gates": {
+            name: gate.model_dump(exclude_none=True, mode="json") for name, gate in space.constraints.items()
         },
         "parameters": [item.name for item in space.parameters],
         "trials": [_trial_entry(trial, space) for trial in trials],
@@ -266,7 +265,7 @@ def _time_text(report: Mapping[str, Any]) -> str:
     return (
         f"The time limit ended the search after {num_done} of {num_done + counts['trials']} trials; untried:"
         f" {view.count_text(counts['trials'], 'trial')}{points}. The same command continues it; a longer time"
-        " (--timeout, --budget or max_minutes) tries more at once."
+        " (--time-limit or time_limit_minutes) tries more at once."
     )
 
 

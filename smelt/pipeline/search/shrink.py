@@ -66,15 +66,16 @@ class Target:
 class ShrinkOptions:
     """Options of `smelt shrink`.
 
-    targets: as texts, see `parse_target`; empty: as fast as possible. max_drops: as texts, see
-    `parse_max_drop`; empty: 1 point of the main metric. minutes: time for measuring and trials of a call,
-    checked before each trial; a running trial is finished, and the scores on test come after it. task,
-    columns, languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink). store: as for a run.
+    targets: as texts, see `parse_target`; empty: as fast as possible. max_degradations: as texts, see
+    `parse_max_degradation`; empty: 1 point of the main metric. time_limit_minutes: time for measuring and
+    trials of a call, checked before each trial; a running trial is finished, and the scores on test come
+    after it. task, columns, languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink).
+    store: as for a run.
     """
 
     targets: tuple[str, ...] = ()
-    max_drops: tuple[str, ...] = ()
-    minutes: float = DEFAULT_MINUTES
+    max_degradations: tuple[str, ...] = ()
+    time_limit_minutes: float = DEFAULT_MINUTES
     task: Task | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     languages: tuple[str | None, str | None] = (None, None)
@@ -114,7 +115,7 @@ def parse_target(text: str) -> Target:
     raise InputError(f"target: expected {_FORMS}, got {text!r}.", code="wrong-value", setting="target")
 
 
-def parse_max_drop(text: str) -> tuple[str, float]:
+def parse_max_degradation(text: str) -> tuple[str, float]:
     """Return metric and limit of a text such as "bleu 0.5".
 
     Raises:
@@ -123,9 +124,9 @@ def parse_max_drop(text: str) -> tuple[str, float]:
     match = re.fullmatch(r"\s*([A-Za-z0-9_]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
     if match is None or match[1] not in METRICS:
         raise InputError(
-            f'max_drop: expected a metric and its largest loss, such as "bleu 0.5", got {text!r}.',
+            f'max_degradation: expected a metric and its largest loss, such as "bleu 0.5", got {text!r}.',
             code="wrong-value",
-            setting="max_drop",
+            setting="max_degradation",
         )
     return match[1], float(match[2])
 
@@ -136,9 +137,13 @@ class _Shrink:
     def __init__(self, model: str, data: Sequence[Path], options: ShrinkOptions) -> None:
         self.model, self.data, self.options = model, [path.resolve() for path in data], options
         self.targets = [parse_target(text) for text in options.targets]
-        self.drops = dict(parse_max_drop(text) for text in options.max_drops)
-        if not options.minutes > 0:
-            raise InputError("budget: expected a positive time.", code="wrong-value", setting="budget")
+        self.drops = dict(parse_max_degradation(text) for text in options.max_degradations)
+        if not options.time_limit_minutes > 0:
+            raise InputError(
+                "time_limit_minutes: expected a positive time.",
+                code="wrong-value",
+                setting="time_limit_minutes",
+            )
         if is_onnx(model, Path.cwd()):
             raise InputError(
                 f"{model}: shrink trains and prunes, which an ONNX file does not allow. Use the model that it"
@@ -152,7 +157,13 @@ class _Shrink:
     def command(self) -> str:
         """What the recipe follows from, as JSON: another call in the same folder is another search."""
         o = self.options
-        arguments = [self.model, [str(path) for path in self.data], o.targets, o.max_drops, o.minutes]
+        arguments = [
+            self.model,
+            [str(path) for path in self.data],
+            o.targets,
+            o.max_degradations,
+            o.time_limit_minutes,
+        ]
         return json.dumps([*arguments, o.task, dict(o.columns), o.languages])
 
     def written_recipe(self) -> Path | None:
@@ -198,10 +209,10 @@ class _Shrink:
             for metric in self.drops:
                 if metric not in (metrics := METRICS_BY_TASK[info.task]):
                     raise InputError(
-                        f"max_drop: '{metric}' is not a metric for {info.task}. Known: {', '.join(metrics)}."
-                        f"{did_you_mean(metric, metrics)}",
+                        f"max_degradation: '{metric}' is not a metric for {info.task}. Known:"
+                        f" {', '.join(metrics)}.{did_you_mean(metric, metrics)}",
                         code="does-not-fit-task",
-                        setting="max_drop",
+                        setting="max_degradation",
                     )
             if explain is not None:
                 training_text = " and a few training updates" if "train" in value["data"] else ""
@@ -269,7 +280,7 @@ class _Shrink:
         self, value: dict[str, Any], info: ModelInfo, measured: Measured
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the recipe with stages and goal of the search, and the reasons for them."""
-        update, minutes = measured.update_seconds, self.options.minutes
+        update, minutes = measured.update_seconds, self.options.time_limit_minutes
         reasons = [f"The model has {measured.size_bytes / 1e6:.1f} MB."]
         num_updates = 0
         if update is not None:
@@ -292,12 +303,12 @@ class _Shrink:
         drops = self.drops or {metric: DEFAULT_MAX_DROP}
         if not self.drops and math.isinf(METRICS[metric].limits[1]):
             raise InputError(
-                f'max_drop: set how much may be lost, such as --max-drop "{metric} 1", since {metric} has no'
-                " fixed range.",
-                code="missing-max-drop",
-                setting="max_drop",
+                f'max_degradation: set how much may be lost, such as --max-degradation "{metric} 1", since'
+                f" {metric} has no fixed range.",
+                code="missing-max-degradation",
+                setting="max_degradation",
             )
-        limits: dict[str, Any] = {name: {"max_drop": drop} for name, drop in drops.items()}
+        limits: dict[str, Any] = {name: {"max_degradation": drop} for name, drop in drops.items()}
         for target in self.targets:
             if target.kind == "speedup":
                 limits["speedup"] = {"min": target.value}
@@ -327,8 +338,8 @@ class _Shrink:
         score = dict(value.get("score") or {}) | {"latency": _LATENCY}
         quality = list(score.get("quality") or [])
         score["quality"] = [*drops, *(name for name in quality if name not in drops)]
-        search = {"minimize": goal, "subject_to": limits, "max_minutes": minutes}
-        return value | {"stages": stages, "score": score, "search": search}, reasons
+        search = {"minimize": goal, "time_limit_minutes": minutes}
+        return value | {"stages": stages, "score": score, "gates": limits, "search": search}, reasons
 
 
 def _losses(task: Task) -> dict[str, Any]:
@@ -458,9 +469,10 @@ def shrink(
             job.folder.rmdir()  # if it is empty
         raise
     with file_lock(job.folder / "shrink.lock"):
-        remaining_minutes = max(0.01, options.minutes - (time.monotonic() - start_time) / 60)
+        remaining_minutes = max(0.01, options.time_limit_minutes - (time.monotonic() - start_time) / 60)
         search = Search(
-            read_space(str(path)), SearchOptions(job.folder, options.store, max_minutes=remaining_minutes)
+            read_space(str(path)),
+            SearchOptions(job.folder, options.store, time_limit_minutes=remaining_minutes),
         )
         search.try_first(_first_point(search.space))
     return finish_search(search, search.run(explain)), job.folder

@@ -1,8 +1,8 @@
 """The search space of a recipe: which settings, stages and orders a search tries, and what it is for.
 
 A recipe with a search space is a recipe in which settings of stages are `{search: ...}`, and stages may have
-`optional: search`; its key `search` has the objectives and constraints. Every point of the space is a recipe
-without these.
+`optional: search`; its key `search` has the objectives. Its gates are the constraints on the last step. Every
+point of the space is a plain recipe with the same gates.
 
     stages:
       - prune: {keep_ratio: {search: [0.5, 0.9]}}
@@ -11,7 +11,7 @@ without these.
       - onnx: {target: ort-cpu}
     search:
       minimize: latency
-      subject_to: {bleu: {max_drop: 1.0}}
+    gates: {bleu: {max_degradation: 1.0}}
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from smelt.evaluate.metrics.registry import (
 from smelt.pipeline.plan.load_plan import make_plan
 from smelt.pipeline.plan.plan import Plan
 from smelt.pipeline.recipe.recipe import (
-    SPEED_METRICS,
     GateSettings,
     RecipeKeys,
     check_reachable,
@@ -60,16 +59,13 @@ Sampler = Literal["tpe", "nsga2", "random", "grid"]
 
 
 class SearchSettings(Settings):
-    """The key `search` of a recipe: objectives, constraints, and how the space is searched."""
+    """The key `search` of a recipe: objectives, and how the space is searched."""
 
     minimize: str | tuple[str, ...] = Field(
         default=(), description="objectives: latency, size, memory, or metrics"
     )
     maximize: str | tuple[str, ...] = Field(
         default=(), description="objectives: quality (the first metric), or metrics"
-    )
-    subject_to: dict[str, GateSettings] = Field(
-        default_factory=dict, description="constraints on the last step, as in `gates`"
     )
     order: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="groups of neighboring steps whose order is searched"
@@ -78,7 +74,7 @@ class SearchSettings(Settings):
         default=None, description="default: tpe for one or two objectives, nsga2 for more"
     )
     trials: int | None = Field(default=None, ge=1, le=100_000, description="trials at most")
-    max_minutes: float | None = Field(
+    time_limit_minutes: float | None = Field(
         default=None, gt=0, description="time limit; a running trial is finished"
     )
 
@@ -114,6 +110,11 @@ class SearchSpace:
         return self.step_names[-1]
 
     @property
+    def constraints(self) -> dict[str, GateSettings]:
+        """The recipe's gates, by metric; they are on the last step."""
+        return self.plan.recipe.gates if self.plan else {}
+
+    @property
     def sampler(self) -> Sampler:
         """The sampler of the recipe, or the default for its number of objectives."""
         return self.settings.sampler or ("tpe" if len(self.objectives) <= 2 else "nsga2")
@@ -128,7 +129,6 @@ class SearchSpace:
                     [p.name, p.kind, p.low, p.high, p.step, p.log, list(p.labels)] for p in self.parameters
                 ],
                 "objectives": [[objective.name, objective.maximize] for objective in self.objectives],
-                "subject_to": {n: gate.model_dump() for n, gate in self.settings.subject_to.items()},
             }
         )
 
@@ -149,10 +149,10 @@ class SearchSpace:
             f"{'maximize' if item.maximize else 'minimize'} {item.name}" for item in self.objectives
         )
         lines.append(f"objectives: {goals}; sampler {self.sampler}")
-        for metric, gate in self.settings.subject_to.items():
-            limits = gate.model_dump(exclude_none=True, mode="json")
+        for metric, gate in self.constraints.items():
+            limits = gate.model_dump(exclude={"at"}, exclude_none=True, mode="json")
             limit_texts = (f"{key} {_limit_text(metric, value)}" for key, value in limits.items())
-            lines.append(f"subject to: {metric}: {', '.join(limit_texts)}")
+            lines.append(f"gate on {metric}: {', '.join(limit_texts)}")
         if self.plan is not None and self.plan.steps[-1].stage == "quantize":
             lines.append(
                 f"note: '{self.leaf}' is the result, and torch cannot deploy it. Add a stage such as onnx."
@@ -203,10 +203,8 @@ class SearchSpace:
         value["stages"] = [
             {**value["stages"][stage_index], "name": self.step_names[stage_index]} for stage_index in chain
         ]
-        gates = dict(value.get("gates") or {})
-        for metric, gate in self.settings.subject_to.items():
-            gates[metric] = gate.model_dump(exclude_none=True, mode="json") | {"at": self.leaf}
-        value["gates"] = gates | {"on": "validation"}
+        gates = value.get("gates") or {}
+        value["gates"] = gates | {"on": "validation"} if isinstance(gates, dict) else gates
         return value, chain
 
     def _lines(self, chain: Sequence[int]) -> dict[KeyPath, int]:
@@ -214,8 +212,6 @@ class SearchSpace:
         lines: dict[KeyPath, int] = {}
         new_indices = {old_index: position for position, old_index in enumerate(chain)}
         for path, line in self.document.lines.items():
-            if path[:2] == (SEARCH_KEY, "subject_to"):
-                lines["gates", *path[2:]] = line
             if path[:1] != ("stages",) or len(path) == 1:
                 lines.setdefault(path, line)
             elif path[1] in new_indices:
@@ -304,8 +300,14 @@ def read_space(recipe: str | Path, overrides: Sequence[str] = ()) -> SearchSpace
     space = SearchSpace(path, document, settings, tuple(parameters), value, tuple(names))
     plan = _check_corners(space, refused_paths, errors) if entries and is_chain else None
     objectives = _objectives(settings, plan, value.get("task"), errors)
+    space = replace(space, objectives=objectives, plan=plan)
+    for name, gate in space.constraints.items():
+        check_reachable(name, gate, ("gates", name), errors)
+        if gate.at not in (None, space.leaf, (space.leaf,)):
+            text = f"gates of a search are on the last step, {space.leaf}. Remove `at`."
+            errors.add(("gates", name, "at"), text, code="wrong-value")
     errors.raise_if_any()
-    return replace(space, objectives=objectives, plan=plan)
+    return space
 
 
 def _without_search(stages: Any) -> Any:
@@ -356,11 +358,7 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: Recip
                 message for message in error.messages or (error.as_message(),) if message not in reported
             ]
             reported.update(messages)
-            return None, [
-                _as_constraint(message, space)
-                for message in messages
-                if message.setting not in refused_settings
-            ]
+            return None, [message for message in messages if message.setting not in refused_settings]
 
     plan, messages = planned(base)
     errors.add_found(messages)
@@ -377,16 +375,6 @@ def _check_corners(space: SearchSpace, refused: Sequence[KeyPath], errors: Recip
                 code, name = combined_error(messages).code, space.document.name
                 errors.add_found([error_message(code, text, setting=parameter.name, file=name)])
     return plan
-
-
-def _as_constraint(message: Message, space: SearchSpace) -> Message:
-    """Return an error in a gate of a point as one in the constraint that it comes from."""
-    for metric in space.settings.subject_to:
-        gate, constraint = f"gates.{metric}", f"{SEARCH_KEY}.subject_to.{metric}"
-        if message.setting is not None and message.setting.startswith(gate):
-            setting = constraint + message.setting.removeprefix(gate)
-            return replace(message, message=message.message.replace(gate, constraint, 1), setting=setting)
-    return message
 
 
 def _check_validation(data: Any, errors: RecipeErrors) -> None:
@@ -440,19 +428,6 @@ def _objectives(
                 )
             else:
                 objectives.append(Objective(name, maximize))
-    for name in (name for name, gate in settings.subject_to.items() if gate.at is not None):
-        errors.add(
-            (SEARCH_KEY, "subject_to", name, "at"),
-            "constraints are on the last step. Remove `at`; a limit on another step belongs into `gates`.",
-            code="wrong-value",
-        )
-    for name, gate in settings.subject_to.items():
-        check_reachable(name, gate, (SEARCH_KEY, "subject_to", name), errors)
-    limited = [name for name in settings.subject_to if name in SPEED_METRICS]
-    if limited and not timed:
-        errors.add(
-            (SEARCH_KEY, "subject_to", limited[0]), "needs latency measurements.", code="settings-conflict"
-        )
     return tuple(objectives)
 
 

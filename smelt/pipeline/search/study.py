@@ -59,15 +59,15 @@ _MAX_POINTS = 12  # of the front, scored on test
 class SearchOptions:
     """Options of a search from the command line.
 
-    out: the search's folder (default: runs/NAME-search). store: as for a run. trials, max_minutes, sampler:
-    instead of the recipe's. storage: URL of a database (default: one in `out`). limit: use at most
+    out: the search's folder (default: runs/NAME-search). store: as for a run. trials, time_limit_minutes,
+    sampler: instead of the recipe's. storage: URL of a database (default: one in `out`). limit: use at most
     this many samples of every split. executor: the Ray cluster that runs several trials at once.
     """
 
     out: Path | None = None
     store: StorePlace | None = None
     trials: int | None = None
-    max_minutes: float | None = None
+    time_limit_minutes: float | None = None
     storage: str | None = None
     sampler: Sampler | None = None
     limit: int | None = None
@@ -87,7 +87,7 @@ class Search:
         self._store_cache = default_store(self.folder / "trials")[0]
         self.store = options.store or self._store_cache
         self.trials = options.trials or space.settings.trials or DEFAULT_TRIALS
-        self.max_minutes = options.max_minutes or space.settings.max_minutes
+        self.time_limit_minutes = options.time_limit_minutes or space.settings.time_limit_minutes
         assert space.plan is not None
         self.seed = space.plan.recipe.seed
         self.baseline = space.plan.recipe.baseline
@@ -111,7 +111,9 @@ class Search:
         """
         self._report = report
         self._prepare()
-        deadline = None if self.max_minutes is None else time.monotonic() + 60 * self.max_minutes
+        deadline = (
+            None if self.time_limit_minutes is None else time.monotonic() + 60 * self.time_limit_minutes
+        )
         if self.options.executor is None:
             return self._run_trials(deadline, threading.Event())
         return self._run_on_cluster(open_cluster(self.options.executor), deadline)
@@ -221,8 +223,8 @@ class Search:
         """
         candidates = [t for t in self.finished_trials() if t.result.violations]
         limits = {
-            metric: abs(gate.max_drop or gate.min or gate.max or 1.0)
-            for metric, gate in self.space.settings.subject_to.items()
+            metric: abs(gate.max_degradation or gate.min or gate.max or 1.0)
+            for metric, gate in self.space.constraints.items()
         }
 
         def distance(trial: Trial) -> float:
@@ -369,7 +371,7 @@ class Search:
             size_bytes=self._leaf_of(report)["size_bytes"],
             values=self._values(self._leaf_of(report)),
         )
-        limit = self.space.settings.subject_to.get("size_bytes")
+        limit = self.space.constraints.get("size_bytes")
         if (
             limit is not None
             and limit.max is not None
@@ -391,9 +393,9 @@ class Search:
             quality=leaf["quality"],
             differences=leaf["against_baseline"] or {},
             values=self._values(leaf),
-            violations=_violations(leaf, self.space.settings.subject_to),
+            violations=_violations(leaf, self.space.constraints),
         )
-        speed_metrics = {*SPEED_METRICS} & set(self.space.settings.subject_to)
+        speed_metrics = {*SPEED_METRICS} & set(self.space.constraints)
         timed_values = speed_metrics or {"latency", "memory"} & {
             objective.name for objective in self.space.objectives
         }
@@ -404,7 +406,7 @@ class Search:
             result = replace(
                 result,
                 values=self._values(leaf),
-                violations=_violations(leaf, self.space.settings.subject_to),
+                violations=_violations(leaf, self.space.constraints),
                 memory_bytes=leaf["peak_memory_bytes"],
                 latency=_smallest_batch(leaf),
             )
@@ -413,7 +415,7 @@ class Search:
         missing = [
             objective.name for objective in self.space.objectives if objective.name not in result.values
         ]
-        missing += [name for name in self.space.settings.subject_to if name not in result.violations]
+        missing += [name for name in self.space.constraints if name not in result.violations]
         if missing:
             raise RunError(
                 f"{', '.join(missing)} of {self.space.leaf} was not measured; see {options.out}/log.txt.",
@@ -485,13 +487,13 @@ class Search:
     def _optimistic_violations(self, leaf: Mapping[str, Any]) -> dict[str, float]:
         """Return by how much each constraint is violated at the better end of the 95 % interval."""
         violations = {}
-        for metric, gate in self.space.settings.subject_to.items():
+        for metric, gate in self.space.constraints.items():
             score, test = leaf["quality"].get(metric), (leaf["against_baseline"] or {}).get(metric)
             if score is None:
                 continue
             sign = 1 if score["higher_is_better"] else -1
-            if gate.max_drop is not None and test and test["ci95"]:
-                violations[metric] = min(-sign * end for end in test["ci95"]) - gate.max_drop
+            if gate.max_degradation is not None and test and test["ci95"]:
+                violations[metric] = min(-sign * end for end in test["ci95"]) - gate.max_degradation
             elif score["ci95"] and gate.min is not None:
                 violations[metric] = gate.min - score["ci95"][1]
             elif score["ci95"] and gate.max is not None:

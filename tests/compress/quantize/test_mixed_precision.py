@@ -186,8 +186,8 @@ def dropped(out, turned=(), **bits):
     )
 
 
-def test_fewest_bits_within_max_drop_are_chosen(tmp_path):
-    ctx = dropped(tmp_path, max_drop=3.0)
+def test_fewest_bits_within_max_degradation_are_chosen(tmp_path):
+    ctx = dropped(tmp_path, max_degradation=3.0)
     details = ctx.details["mixed_precision"]
     picked = list(details["bits"].values())
     assert sum(picked) / len(picked) >= 5
@@ -199,18 +199,18 @@ def test_fewest_bits_within_max_drop_are_chosen(tmp_path):
 
 
 def test_negated_metric_is_reported_with_original_sign(tmp_path):
-    ctx = dropped(tmp_path, max_drop=3.0, turned={"bleu"})
+    ctx = dropped(tmp_path, max_degradation=3.0, turned={"bleu"})
     details = ctx.details["mixed_precision"]
     assert {s["bleu"] < 0 for s in details["scores"]} == {True}  # the stand-in is turned round
     assert details["score_of_floats"] == -8.0
 
 
-def test_unreachable_max_drop_warns(tmp_path):
-    ctx = dropped(tmp_path, max_drop=0.5, bit_widths=[2, 4])
+def test_unreachable_max_degradation_warns(tmp_path):
+    ctx = dropped(tmp_path, max_degradation=0.5, bit_widths=[2, 4])
     details = ctx.details["mixed_precision"]
     for name, damage in details["sensitivity"].items():
         assert damage[str(details["bits"][name])] == min(damage.values())
-    (message,) = [warning.message for warning in ctx.warnings if warning.code == "max-drop-exceeded"]
+    (message,) = [warning.message for warning in ctx.warnings if warning.code == "max-degradation-exceeded"]
     assert all(value in message for value in (f"{details['average_bits']:.3g}", "0.5", "bleu"))
 
 
@@ -221,7 +221,7 @@ def test_unscored_metric_is_rejected_before_sensitivity_is_measured(tmp_path, mo
         lambda *options: pytest.fail("the long part was done first"),
     )
     with raises_code("metric-not-scored", InputError) as caught:
-        dropped(tmp_path, max_drop=0.5, metric="chrf")
+        dropped(tmp_path, max_degradation=0.5, metric="chrf")
     assert caught.value.setting == "mixed_precision.metric"
     assert all(metric in str(caught.value) for metric in ("chrf", "bleu"))
 
@@ -234,7 +234,7 @@ def test_budget_below_cost_of_padded_groups_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(("options", "code", "named"), [
     ({"mixed_precision": {}}, "settings-conflict", "target_bits"),
-    ({"mixed_precision": {"target_bits": 4, "max_drop": 1}}, "settings-conflict", "max_drop"),
+    ({"mixed_precision": {"target_bits": 4, "max_degradation": 1}}, "settings-conflict", "max_degradation"),
     ({"mixed_precision": {"target_bits": 1.5}}, "budget-out-of-range", "8.25"),
     ({"mixed_precision": {"target_bits": 9}}, "budget-out-of-range", "8.25"),
     ({"mixed_precision": {"target_bits": 0}}, "greater_than", "0"),
@@ -258,8 +258,10 @@ def test_invalid_mixed_precision_settings_are_rejected(options, code, named):
     assert named in caught.value.errors()[0]["msg"]
 
 
-def test_required_splits_depend_on_budget_or_max_drop():
-    budget, drop = (QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_drop": 1}))
+def test_required_splits_depend_on_budget_or_max_degradation():
+    budget, drop = (
+        QuantizeSettings(mixed_precision=bits) for bits in ({"target_bits": 4}, {"max_degradation": 1})
+    )
     assert Quantize.needs_with(budget, {"train"}) == {"train"}
     assert Quantize.needs_with(drop, {"train", "calibration"}) == {"calibration", "validation"}
     assert QuantizeSettings(mixed_precision={"target_bits": 5, "bit_widths": [4, 8]}).used_schemes() == (

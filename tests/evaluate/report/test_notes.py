@@ -18,7 +18,7 @@ def test_note_reports_required_sample_size_for_gate(report):
     report["steps"][6]["gates"] = [
         {
             "metric": "bleu",
-            "kind": "max_drop",
+            "kind": "max_degradation",
             "limit": 0.1,
             "value": 1.37,
             "passed": False,
@@ -79,7 +79,7 @@ def test_note_names_steps_with_answers_that_depend_on_the_batch(report):
 
 def test_gate_with_confidence_reports_judged_bound():
     gate = GateReport(
-        metric="bleu", kind="max_drop", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
+        metric="bleu", kind="max_degradation", limit=1.0, value=0.4, bound=0.75, confidence=0.95, passed=True
     )
     assert view.gate_text(gate) == "BLEU at most 1.00 worse at confidence 0.95"
     assert view.gate_value_text(gate) == "0.40 worse, bound 0.75 worse"

@@ -34,7 +34,7 @@ def report():
 
 
 def gate(metric, passed):
-    return {"metric": metric, "kind": "max_drop", "limit": 2.0, "value": 1.37, "passed": passed}
+    return {"metric": metric, "kind": "max_degradation", "limit": 2.0, "value": 1.37, "passed": passed}
 
 
 def _decide(report):
@@ -80,7 +80,7 @@ def test_loss_in_secondary_metric_excludes_step():
     report["steps"].pop()
     verdict = _decide(report)
     assert (verdict.step, verdict.reason, verdict.closest) == (None, "significantly-worse", "int8")
-    assert "f1: {max_drop" in verdict.text
+    assert "f1: {max_degradation" in verdict.text
     facts = verdict_facts(validate_report(report | {"verdict": verdict.model_dump(mode="json")}))
     losses = [(fact.is_bad, fact.rest) for fact in facts if fact.label == "quality"]
     assert [is_bad for is_bad, _ in losses] == [False, True]

@@ -124,7 +124,7 @@ def test_killed_simplifier_process_leaves_graph_unchanged(
 
     monkeypatch.setattr(simplify, "run_isolated", stopped)
     source = graphs.make_artifact(tmp_path / "src", graphs.two_layer_classifier())
-    settings = SimplifySettings(seconds=7, memory_gb=2)
+    settings = SimplifySettings(time_limit_seconds=7, memory_gb=2)
     ctx = harness.run_stage(Simplify(), settings, source, tmp_path / "out")
     assert limits == [(2_000_000_000, 7)] * 2  # of onnxsim and of onnxslim
     assert "time-limit" in message_codes(ctx.warnings)

@@ -24,7 +24,7 @@ OF_OWN, OF_BASE = (score.statistics for score in SCORES)
 EVIDENCE = GateStatistics({"accuracy": OF_OWN.dump()}, {"accuracy": OF_BASE.dump()})
 
 
-def gate(metric="accuracy", kind="max_drop", limit=1.0, confidence=None):
+def gate(metric="accuracy", kind="max_degradation", limit=1.0, confidence=None):
     return PlannedGate(metric, kind, limit, ("it",), confidence)
 
 
@@ -63,7 +63,7 @@ def test_gate_with_confidence_compares_interval_bound():
     assert judge_gate(gate(limit=bound, confidence=0.99), step(), EVIDENCE)["passed"] is False
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("max_drop", 100.0), ("min", 0.0), ("max", 100.0)])
+@pytest.mark.parametrize(("kind", "limit"), [("max_degradation", 100.0), ("min", 0.0), ("max", 100.0)])
 @pytest.mark.parametrize(("n", "confidence", "least"), [(1, 0.95, 6), (5, 0.95, 6), (7, 0.99, 8)])
 def test_gate_with_confidence_is_not_judged_on_few_examples(kind, limit, n, confidence, least):
     texts = [["a man ran"] * n, ["a dog"] * n]
@@ -79,7 +79,9 @@ def test_gate_with_confidence_is_not_judged_on_few_examples(kind, limit, n, conf
     assert verdict["cause"] == "too-few-examples"
     assert all(value in verdict["reason"] for value in (f"{n} example", f"{confidence:g}", f" {least} "))
     assert judge_gate(gate("bleu", kind, limit), step_report, evidence)["passed"]  # the value alone
-    unreachable_gate = gate("bleu", kind, {"max_drop": -50.0, "min": 100.0, "max": -1.0}[kind], confidence)
+    unreachable_gate = gate(
+        "bleu", kind, {"max_degradation": -50.0, "min": 100.0, "max": -1.0}[kind], confidence
+    )
     failed = judge_gate(unreachable_gate, step_report, evidence)  # which no number of examples would mend
     assert (failed["passed"], failed["bound"], failed["cause"]) == (False, None, None)
 
@@ -95,7 +97,7 @@ def test_unchanged_outputs_pass_confidence_gate_only_with_enough_examples(metric
         quality={metric: score.to_report()}, against_baseline={metric: compare_steps(same, same)}
     )
     evidence = GateStatistics({metric: same.dump()}, {metric: same.dump()})
-    verdict = judge_gate(gate(metric, "max_drop", 1.0, 0.95), step_report, evidence)
+    verdict = judge_gate(gate(metric, "max_degradation", 1.0, 0.95), step_report, evidence)
     assert (verdict["passed"], verdict["value"]) == (passed, 0.0)
     assert verdict["bound"] > 0
 
@@ -109,9 +111,9 @@ def test_perplexity_of_equal_windows_is_not_judged_with_confidence():
         quality={"perplexity": score.to_report()}, against_baseline={"perplexity": compare_steps(same, same)}
     )
     evidence = GateStatistics({"perplexity": same.dump()}, {"perplexity": same.dump()})
-    verdict = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
+    verdict = judge_gate(gate("perplexity", "max_degradation", 1.0, 0.95), step_report, evidence)
     assert (verdict["passed"], verdict["cause"]) == (None, "too-few-differences")
-    assert judge_gate(gate("perplexity", "max_drop", 1.0), step_report, evidence)["passed"]
+    assert judge_gate(gate("perplexity", "max_degradation", 1.0), step_report, evidence)["passed"]
 
 
 def test_few_windows_are_not_judged_with_confidence():
@@ -119,7 +121,7 @@ def test_few_windows_are_not_judged_with_confidence():
     statistics = scores["perplexity"].statistics
     step_report = step(quality={"perplexity": scores["perplexity"].to_report()}, against_baseline={})
     evidence = GateStatistics({"perplexity": statistics.dump()}, {"perplexity": statistics.dump()})
-    verdict = judge_gate(gate("perplexity", "max_drop", 1.0, 0.95), step_report, evidence)
+    verdict = judge_gate(gate("perplexity", "max_degradation", 1.0, 0.95), step_report, evidence)
     assert verdict["cause"] == "too-few-examples"
     assert all(value in verdict["reason"] for value in ("5 windows", "0.95", " 6 "))
 
@@ -232,9 +234,9 @@ def test_n_is_sufficient_if_limit_is_outside_interval(lower_is_better):
 
 
 @pytest.mark.parametrize(("kind", "limit", "ends", "passed", "undecided"), [
-    ("max_drop", 1.0, (-3.0, 1.0), True, True),  # a drop of 1.0, known to be 3.0 at most
-    ("max_drop", 3.5, (-3.0, 1.0), True, False), ("max_drop", 0.5, (-3.0, 1.0), False, False),
-    ("max_drop", 1.0, None, True, False),
+    ("max_degradation", 1.0, (-3.0, 1.0), True, True),  # a drop of 1.0, known to be 3.0 at most
+    ("max_degradation", 3.5, (-3.0, 1.0), True, False), ("max_degradation", 0.5, (-3.0, 1.0), False, False),
+    ("max_degradation", 1.0, None, True, False),
 ])  # fmt: skip
 def test_drop_interval_crossing_limit_is_undecided(kind, limit, ends, passed, undecided):
     step_report = step()

@@ -108,7 +108,7 @@ def test_latency_cache_depends_on_version_and_settings(home, monkeypatch):
     _run(home, "--set", "score.latency.threads=2")
     assert len(_loads(fake)) == 3
     assert measurement.LATENCY_VERSION == 4  # whoever changes what is timed, or what a row holds, raises it
-    _run(home, "--set", "score.latency.max_minutes=9")
+    _run(home, "--set", "score.latency.time_limit_minutes=9")
     assert _loads(fake) == []  # how long all may take is no property of a time
 
 
@@ -157,7 +157,7 @@ def test_latency_budget_defaults_to_stage_time(home, monkeypatch):
     fake_workers.install(monkeypatch)
     _run(home)
     assert budgets == [60.0]  # the stages took less
-    _run(home, "--rebuild", "*", "--set", "score.latency.max_minutes=0.5")
+    _run(home, "--rebuild", "*", "--set", "score.latency.time_limit_minutes=0.5")
     assert budgets[1:] == [30.0]
     monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 0.0)
     _, report, _ = _run(home, "--set", "score.latency.rounds=4")
@@ -168,12 +168,16 @@ def test_latency_budget_defaults_to_stage_time(home, monkeypatch):
 def test_latency_cut_by_budget_is_reported_but_not_cached(home, monkeypatch):
     fake = fake_workers.install(monkeypatch)
     monkeypatch.setattr("smelt.pipeline.execute.run._MIN_LATENCY_SECONDS", 1e-9)
-    _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
+    _, _, steps = _run(
+        home, "--set", "score.latency.rounds=9", "--set", "score.latency.time_limit_minutes=0.00001"
+    )
     assert len(steps["two"]["latency"][0]["rounds"]) == 3
     assert steps["two"]["latency"][0]["stable"]
     fake.asked.clear()
-    _, _, steps = _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=10")
+    _, _, steps = _run(
+        home, "--set", "score.latency.rounds=9", "--set", "score.latency.time_limit_minutes=10"
+    )
     assert len(_loads(fake)) == 3
     assert len(steps["two"]["latency"][0]["rounds"]) == 9
-    _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.max_minutes=0.00001")
+    _run(home, "--set", "score.latency.rounds=9", "--set", "score.latency.time_limit_minutes=0.00001")
     assert _loads(fake) == []  # what was taken in full is for all

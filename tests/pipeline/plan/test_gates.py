@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("stand_ins")]
 def test_gates_apply_to_last_runnable_step_of_each_branch(folder: Path) -> None:
     plan = plan_stages(folder, STAGE_TREE)
     assert [(g.metric, g.kind, g.limit, g.at) for g in plan.gates] == [
-        ("bleu", "max_drop", 1.0, ("onnx-int8", "onnx")),
+        ("bleu", "max_degradation", 1.0, ("onnx-int8", "onnx")),
         ("bleu", "min", 20.0, ("onnx-int8", "onnx")),
         ("size_bytes", "max", 1e6, ("small",)),
     ]
@@ -30,7 +30,7 @@ def test_gates_apply_to_last_runnable_step_of_each_branch(folder: Path) -> None:
 
 
 def test_gate_confidence_is_planned_and_shown(folder: Path) -> None:
-    plan = plan_stages(folder, "[]\ngates: {bleu: {max_drop: 1, confidence: 0.95}, chrf: {min: 9}}")
+    plan = plan_stages(folder, "[]\ngates: {bleu: {max_degradation: 1, confidence: 0.95}, chrf: {min: 9}}")
     assert [gate.confidence for gate in plan.gates] == [0.95, None]
     text = str(plan)
     assert "bleu: drop at most 1, with confidence 0.95 at model" in text
@@ -42,7 +42,10 @@ def test_gate_without_stages_applies_to_model(folder: Path) -> None:
 
 
 def test_until_does_not_move_gate_to_another_step(folder: Path) -> None:
-    gates = "\ngates: {bleu: {max_drop: 1}, chrf: {max_drop: 1, at: [prune, onnx]}, size_bytes: {max: 9}}"
+    gates = (
+        "\ngates: {bleu: {max_degradation: 1}, chrf: {max_degradation: 1, at: [prune, onnx]},"
+        " size_bytes: {max: 9}}"
+    )
     stages = "[prune, {quantize: {}, name: small}, onnx, {onnx: {}, from: prune, name: other}]" + gates
     every = plan_stages(folder, stages)
     assert [(g.metric, g.at) for g in every.gates] == [
@@ -67,7 +70,7 @@ def test_until_does_not_move_gate_to_another_step(folder: Path) -> None:
 
 def test_drop_is_not_judged_if_baseline_is_excluded(folder: Path) -> None:
     stages = "[prune, {prune: {}, from: model, name: other}]"
-    stages += "\nbaseline: prune\ngates: {bleu: {max_drop: 1, min: 2}}"
+    stages += "\nbaseline: prune\ngates: {bleu: {max_degradation: 1, min: 2}}"
     plan = plan_stages(folder, stages, until="other")
     assert [(g.metric, g.kind) for g in plan.gates] == [("bleu", "min")]
     [warning] = plan.warnings

@@ -96,7 +96,7 @@ def advice(loaded_plan: Plan) -> list[Message]:
     ("[quantize: {mixed_precision: {target_bits: 4}}, factorize: {}]",
      ("already-quantized", "stages[1].factorize"),
      ("'quantize'", "int2 and int3 and int4 and int8-groupwise")),
-    ("[quantize: {mixed_precision: {max_drop: 0.5}}]", ("missing-data", "stages[0].quantize"),
+    ("[quantize: {mixed_precision: {max_degradation: 0.5}}]", ("missing-data", "stages[0].quantize"),
      ("validation",)),
     ("[quantize: {scheme: itn4}]", ("wrong-value", "stages[0].quantize.scheme"), ("'int4'?",)),
     ("[quantize: {scheme: {encoder: int4, decoder: itn4}}]",
@@ -192,7 +192,7 @@ def scored_by(translator: Path, metric: str, score: str) -> Plan:
     path.write_text(
         "model: model\ntask: translation\n"
         "data: {train: train.jsonl, validation: train.jsonl, test: test.jsonl}\n"
-        f"stages:\n  - quantize: {{mixed_precision: {{max_drop: 0.5, metric: {metric}}}}}\n{score}"
+        f"stages:\n  - quantize: {{mixed_precision: {{max_degradation: 0.5, metric: {metric}}}}}\n{score}"
     )
     return load_plan(path)
 

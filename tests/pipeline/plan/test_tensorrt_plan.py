@@ -45,7 +45,7 @@ def test_tensorrt_built_without_gpu_is_planned_but_not_scored(
     monkeypatch.setattr(machine, "has_cuda", lambda: False)
     monkeypatch.setattr(machine, "can_build_without_gpu", lambda: True)
     stages = "[{onnx: {target: tensorrt}}, tensorrt]"
-    plan = plan_stages(folder, stages, "gates={bleu: {max_drop: 1}}", "baseline=tensorrt")
+    plan = plan_stages(folder, stages, "gates={bleu: {max_degradation: 1}}", "baseline=tensorrt")
     step = plan.step("tensorrt")
     assert step.unavailable is None
     assert step.unscored is not None

@@ -166,7 +166,7 @@ def test_search_ended_by_time_reports_untried_points(tmp_path, monkeypatch, step
     monkeypatch.setattr(Search, "front", lambda self: [])
     first = search(space, tmp_path / "out", trials=2)
     assert finish_search(first, first.run())["ended"] == "trials"
-    job = search(space, tmp_path / "out", trials=12, max_minutes=1e-9)
+    job = search(space, tmp_path / "out", trials=12, time_limit_minutes=1e-9)
     report = finish_search(job, job.run())
     assert report["ended"] == "time"
     assert report["left"] == {"trials": 10, "points": 4 if step else None}

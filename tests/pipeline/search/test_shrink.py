@@ -15,7 +15,7 @@ from smelt.pipeline.search.shrink import (
     Target,
     _Shrink,
     _space_stages,
-    parse_max_drop,
+    parse_max_degradation,
     parse_target,
     plan_shrink,
     target_text,
@@ -41,15 +41,15 @@ def test_target_is_parsed(text, kind, value):
 
 
 @pytest.mark.quick
-def test_invalid_target_or_max_drop_is_rejected():
+def test_invalid_target_or_max_degradation_is_rejected():
     for text in ("faster", "1x faster", "0.5x smaller", "at most 0 MB", "2x better", ""):
         with raises_code("wrong-value"):
             parse_target(text)
-    assert parse_max_drop("bleu 0.5") == ("bleu", 0.5)
-    assert parse_max_drop("accuracy: 1") == ("accuracy", 1.0)
+    assert parse_max_degradation("bleu 0.5") == ("bleu", 0.5)
+    assert parse_max_degradation("accuracy: 1") == ("accuracy", 1.0)
     for text in ("bleu", "0.5", "blue 1", "bleu -1"):
         with raises_code("wrong-value"):
-            parse_max_drop(text)
+            parse_max_degradation(text)
 
 
 def names(stages):
@@ -87,25 +87,25 @@ def test_new_classifier_is_finetuned_first_and_is_baseline(tmp_path):
     space = plan_shrink(
         str(bare_model),
         [tmp_path / "train.jsonl"],
-        ShrinkOptions(("2x faster", "3x smaller"), minutes=5, task="text-classification"),
+        ShrinkOptions(("2x faster", "3x smaller"), time_limit_minutes=5, task="text-classification"),
         lines.append,
     )
     assert space.plan.recipe.baseline == "tuned"
     assert space.plan.steps[0].name == "tuned"
-    assert set(space.settings.subject_to) == {"accuracy", "speedup", "size_bytes"}
-    assert space.settings.subject_to["accuracy"].max_drop == 1.0
+    assert set(space.constraints) == {"accuracy", "speedup", "size_bytes"}
+    assert space.constraints["accuracy"].max_degradation == 1.0
     assert not list(tmp_path.glob("*shrink*"))
 
 
-def test_unbounded_metric_requires_max_drop(tmp_path):
+def test_unbounded_metric_requires_max_degradation(tmp_path):
     causal.write_model(tmp_path / "m", "gpt2")
     (tmp_path / "text.txt").write_text("the man and the dog run over the green grass.\n" * 400)
-    options = ShrinkOptions(("2x faster",), minutes=1)
-    with raises_code("missing-max-drop"):
+    options = ShrinkOptions(("2x faster",), time_limit_minutes=1)
+    with raises_code("missing-max-degradation"):
         plan_shrink(str(tmp_path / "m"), [tmp_path / "text.txt"], options, None)
     out = tmp_path / "out"
     with raises_code("does-not-fit-task"):
-        smelt.shrink(tmp_path / "m", tmp_path / "text.txt", max_drop="bleu 1", out=out, quiet=True)
+        smelt.shrink(tmp_path / "m", tmp_path / "text.txt", max_degradation="bleu 1", out=out, quiet=True)
     assert not out.exists()
 
 
@@ -115,7 +115,7 @@ def shrunk(tmp_path_factory):
     for path in (QUICKSTART / "data").iterdir():  # of hundreds of rows scores would take most of the time
         with gzip.open(path, "rt") as rows, gzip.open(data / path.name, "wt") as few_rows:
             few_rows.writelines(itertools.islice(rows, 40))
-    arguments = [QUICKSTART / "model", "--data", data, "--budget", "2s", "--out", out]
+    arguments = [QUICKSTART / "model", "--data", data, "--time-limit", "2s", "--out", out]
     with pytest.MonkeyPatch.context() as patch:
         # half of the time, and tested elsewhere
         patch.setattr("smelt.pipeline.search.shrink._LATENCY", False)
@@ -140,7 +140,7 @@ def test_winner_has_recipe_report_and_artifact(shrunk):
 
 def test_same_arguments_resume_search(shrunk):
     out, arguments, _ = shrunk
-    options = ShrinkOptions(("1.1x smaller",), minutes=2 / 60, out=out)
+    options = ShrinkOptions(("1.1x smaller",), time_limit_minutes=2 / 60, out=out)
     job = _Shrink(str(arguments[0]), [arguments[2]], options)
     assert job.written_recipe() == out / RECIPE_FILE
     search = Search(read_space(str(out / RECIPE_FILE)), SearchOptions(out=out))

@@ -43,7 +43,7 @@ def test_recipe_at_point_has_no_search_keys(space, tmp_path):
     value = space.recipe_at(point).value
     assert [next(iter(item)) for item in value["stages"]] == ["drop-layers", "prune", "quantize", "onnx"]
     assert value["stages"][1]["prune"]["keep_ratio"] == 0.7
-    assert value["gates"] == {"bleu": {"max_drop": 1.0, "at": "onnx"}, "on": "validation"}
+    assert value["gates"] == {"bleu": {"max_degradation": 1.0}, "on": "validation"}
     without = space.recipe_at(point | {"prune": False}).value
     assert [item["name"] for item in without["stages"]] == ["drop-layers", "quantize", "onnx"]
     # the file of a point runs from another folder, and plans the same steps with the same settings
@@ -77,7 +77,7 @@ def test_changed_space_or_objective_changes_identity(tmp_path):
     assert base.identity == read_space(write(tmp_path, small())).identity
     for old, new in (
         ("[0.5, 0.9]", "[0.5, 0.8]"),
-        ("max_drop: 1.0", "max_drop: 2.0"),
+        ("max_degradation: 1.0", "max_degradation: 2.0"),
         ("maximize: quality", ""),
     ):
         assert read_space(write(tmp_path, small().replace(old, new))).identity != base.identity
@@ -98,11 +98,11 @@ def test_changed_space_or_objective_changes_identity(tmp_path):
         ("[latency, size]", "[rouge1]", ["metric-not-scored"]),
         ("[latency, size]", "[bleu]", ["wrong-direction"]),
         ("quality: [bleu, chrf]", "quality: [bleu], latency: false", ["settings-conflict"]),
-        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}", ["unknown-metric"]),
-        ("{bleu: {max_drop: 1.0}}", "{bleu: {}}", ["missing-setting"]),
-        ("{bleu: {max_drop: 1.0}}", "{bleu: {min: 101}}", ["unreachable-limit"]),
-        ("{bleu: {max_drop: 1.0}}", "{size_bytes: {max: 0}}", ["unreachable-limit"]),
-        ("{bleu: {max_drop: 1.0}}", "{bleu: {max_drop: 1.0, at: prune}}", ["wrong-value"]),
+        ("{bleu: {max_degradation: 1.0}}", "{blue: {max_degradation: 1.0}}", ["unknown-metric"]),
+        ("{bleu: {max_degradation: 1.0}}", "{bleu: {}}", ["missing-setting"]),
+        ("{bleu: {max_degradation: 1.0}}", "{bleu: {min: 101}}", ["unreachable-limit"]),
+        ("{bleu: {max_degradation: 1.0}}", "{size_bytes: {max: 0}}", ["unreachable-limit"]),
+        ("{bleu: {max_degradation: 1.0}}", "{bleu: {max_degradation: 1.0, at: prune}}", ["wrong-value"]),
         ("  - onnx\n", "  - onnx: {}\n    optional: search\n", ["not-a-chain"]),
         ("  - onnx\n", "  - onnx: {}\n    from: prune\n", ["not-a-chain"]),
         ("  minimize:", "  order: {cut: [prune, onnx]}\n  minimize:", ["wrong-order-group"]),
@@ -125,7 +125,7 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
         ("[0.5, 0.9]", "[0.9, 0.5]"),
         ("int8-dynamic, int4", "int8-dynamic, int5"),
         ("[latency, size]", "[latency, speed]"),
-        ("{bleu: {max_drop: 1.0}}", "{blue: {max_drop: 1.0}}"),
+        ("{bleu: {max_degradation: 1.0}}", "{blue: {max_degradation: 1.0}}"),
         ("minimize:", "trial: 3\n  minimize:"),
     ):
         text = text.replace(old, new)
@@ -138,11 +138,11 @@ def test_all_search_errors_are_reported_together_with_lines(tmp_path):
         "quantize.scheme": "wrong-value",
         "search.trial": "unknown-setting",
         "search.minimize[1]": "metric-not-scored",
-        "search.subject_to.blue": "unknown-metric",
+        "gates.blue": "unknown-metric",
     }
     assert len(raised.value.messages) == 5
     lines = path.read_text().splitlines()
-    assert "blue" in lines[errors_by_setting["search.subject_to.blue"].line - 1]
+    assert "blue" in lines[errors_by_setting["gates.blue"].line - 1]
 
 
 def test_custom_metric_with_lower_is_better_is_minimized(tmp_path, monkeypatch):

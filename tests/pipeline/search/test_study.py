@@ -17,7 +17,7 @@ from smelt.core.messages import message_codes
 from smelt.pipeline.recipe.recipe import GateSettings
 from smelt.pipeline.search import trials as trials_module
 from smelt.pipeline.search.report import importances
-from smelt.pipeline.search.space import Objective, read_space
+from smelt.pipeline.search.space import Objective, SearchSpace, read_space
 from smelt.pipeline.search.storage import StudyStorage
 from smelt.pipeline.search.study import Search, spread
 from smelt.pipeline.search.trials import Trial, TrialResult
@@ -369,7 +369,7 @@ def report_of(rows, drop, size=10.0, spread=0.5):
     """The report of a run whose last step lost `drop` BLEU."""
     score = {"value": 30.0 - drop, "ci95": [29.0 - drop, 31.0 - drop], "higher_is_better": True}
     test = {"difference": -drop, "ci95": [-drop - spread, -drop + spread], "p_value": 0.01}
-    gate = {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": drop, "bound": None}
+    gate = {"metric": "bleu", "kind": "max_degradation", "limit": 1.0, "value": drop, "bound": None}
     step = {
         "name": "onnx", "status": "done", "seconds": 1.0, "size_bytes": size, "peak_memory_bytes": None,
         "quality": {"bleu": score} if rows else {}, "against_baseline": {"bleu": test} if rows else {},
@@ -407,7 +407,7 @@ def test_quality_is_scored_on_growing_samples(space, tmp_path, monkeypatch, drop
 def test_unmeasured_or_disturbed_constraints_are_not_satisfied(tmp_path, monkeypatch, gates, status):
     monkeypatch.undo()
     text = small().replace("[latency, size]\n  maximize: quality", "latency")
-    text = text.replace("{bleu: {max_drop: 1.0}}", "{speedup: {min: 2}}")
+    text = text.replace("{bleu: {max_degradation: 1.0}}", "{speedup: {min: 2}}")
     report = report_of(39, 0.2)
     [step] = report["steps"]
     step["gates"] = [gate | {"kind": "min", "limit": 2, "bound": None} for gate in gates]
@@ -431,7 +431,7 @@ def test_rungs_are_quarters_of_validation_samples(space, tmp_path):
 
 def test_too_large_trial_is_not_scored(tmp_path, monkeypatch):
     monkeypatch.undo()
-    space, scored = size_space(tmp_path, **{"{bleu: {max_drop: 1.0}}": "{size_bytes: {max: 5}}"}), []
+    space, scored = size_space(tmp_path, **{"{bleu: {max_degradation: 1.0}}": "{size_bytes: {max: 5}}"}), []
     monkeypatch.setattr(
         Search, "_run", lambda self, plan, options: scored.append(options.scored) or report_of(0, 0)
     )
@@ -463,10 +463,10 @@ def test_spread_selects_evenly_spaced_trials():
 
 
 def test_durations_are_read_with_unit():
-    assert [minutes_of(text, "--budget") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
+    assert [minutes_of(text, "--time-limit") for text in ("90s", "30m", "2h", "1.5 h")] == [1.5, 30, 120, 90]
     for invalid_text in ("30", "0m", "later"):
         with raises_code("wrong-value"):
-            minutes_of(invalid_text, "--budget")
+            minutes_of(invalid_text, "--time-limit")
 
 
 def test_point_running_in_other_worker_is_not_repeated(tmp_path, monkeypatch):
@@ -491,8 +491,8 @@ def test_nearest_trial_was_scored_on_all_samples(space, tmp_path, monkeypatch):
     unscored = TrialResult("infeasible", {}, {"size_bytes": 0.1})
     trials = [Trial(number, {}, result) for number, result in enumerate((unscored, stopped, complete))]
     job = search(space, tmp_path)
-    limits = space.settings.subject_to | {"size_bytes": GateSettings(max=100.0)}
-    job.space = replace(space, settings=space.settings.model_copy(update={"subject_to": limits}))
+    gates = space.constraints | {"size_bytes": GateSettings(max=100.0)}
+    monkeypatch.setattr(SearchSpace, "constraints", gates)
     measured = replace(complete, violations={"bleu": 0.2, "size_bytes": -1.0})
     monkeypatch.setattr(Search, "finished_trials", lambda self: [*trials[:2], Trial(2, {}, measured)])
     assert job.nearest().number == 2

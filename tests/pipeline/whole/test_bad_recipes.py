@@ -77,7 +77,7 @@ score:
   generation: {num_beams: 0}
 baseline: smal
 gates:
-  accuracy: {max_drop: -1, at: nobody}
+  accuracy: {max_degradation: -1, at: nobody}
   mse: {min: 3}
   speedup: {max: 3}
   size_bytes: {}
@@ -102,7 +102,7 @@ ITS_MISTAKES = [
     ("duplicate-step", "stages[7].name", 22), ("unknown-metric", "score.quality[1]", 24),
     ("duplicate-metric", "score.quality[2]", 24), ("wrong-value", "score.latency.threads", 25),
     ("wrong-value", "score.generation.num_beams", 26), ("unknown-step", "baseline", 27),
-    ("wrong-value", "gates.accuracy.max_drop", 29), ("unknown-step", "gates.accuracy.at", 29),
+    ("wrong-value", "gates.accuracy.max_degradation", 29), ("unknown-step", "gates.accuracy.at", 29),
     ("does-not-fit-metric", "gates.mse.min", 30), ("does-not-fit-metric", "gates.speedup.max", 31),
     ("missing-setting", "gates.size_bytes", 32), ("wrong-value", "seed", 33), ("wrong-value", "device", 34),
     ("wrong-value", "threads", 35), ("invalid-override", "--set prune.x", None),

@@ -186,7 +186,9 @@ stages:
 score: {latency: false, quality: [mse]}
 """
     recipe = CHAIN.split("stages:", maxsplit=1)[0] + tail
-    folder = home(tmp_path, "distilbert", REGRESSION, recipe + "gates: {mse: {max_drop: 0.0, max: 100}}\n")
+    folder = home(
+        tmp_path, "distilbert", REGRESSION, recipe + "gates: {mse: {max_degradation: 0.0, max: 100}}\n"
+    )
     assert run(folder).exit_code == 0
     steps = steps_of(folder)
     before, after = (steps[name]["quality"]["mse"]["value"] for name in ("model", "finetune"))
@@ -195,7 +197,7 @@ score: {latency: false, quality: [mse]}
     assert drop["value"] == pytest.approx(after - before)
     (folder / "recipe.yaml").write_text(
         recipe.replace("quality: [mse]", "quality: [mse, pearson]")
-        + f"baseline: finetune\ngates: {{mse: {{max_drop: {(before - after) / 2}, at: model}}}}\n"
+        + f"baseline: finetune\ngates: {{mse: {{max_degradation: {(before - after) / 2}, at: model}}}}\n"
     )
     assert run(folder).exit_code == 3
 
@@ -262,7 +264,7 @@ def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     if score.startswith("quality"):
         recipe = recipe.replace("latency: false", f"latency: false, {score}")
     elif score:
-        recipe += f"gates: {{{score.removeprefix('gate: ')}: {{max_drop: 1}}}}\n"
+        recipe += f"gates: {{{score.removeprefix('gate: ')}: {{max_degradation: 1}}}}\n"
     folder = home(tmp_path, "bert", SINGLE_LABEL, recipe, **config)
     lines = [json.dumps({"text": "a man"})[:-1] + f', "label": {label}}}' for label in labels]
     (folder / "data.jsonl").write_text("\n".join(lines))
@@ -348,7 +350,7 @@ def test_metric_and_its_per_class_variants_are_all_reported(tmp_path):
     from sklearn.metrics import f1_score, recall_score
 
     quality_setting = "quality: [{f1: {label: calm}}, f1, {f1: {label: glad}}, {recall: {label: glad}}]"
-    gate = 'gates: {f1(calm): {min: 0}, "f1": {max_drop: 100}}\n'
+    gate = 'gates: {f1(calm): {min: 0}, "f1": {max_degradation: 100}}\n'
     folder = home(
         tmp_path, "bert", SINGLE_LABEL, SHORT.replace("latency: false", f"latency: false, {quality_setting}")
     )

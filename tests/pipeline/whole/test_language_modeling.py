@@ -24,8 +24,8 @@ score:
     {batch_sizes: [2], rounds: 3, texts: 2, min_round_ms: 1, threads: 1, prompt_tokens: 6, new_tokens: 5,
      steps: all}
 gates:
-  perplexity: {max_drop: 1e6, max: 1.5, at: [onnx]}
-  bits_per_byte: {max_drop: 0.0, at: [model]}
+  perplexity: {max_degradation: 1e6, max: 1.5, at: [onnx]}
+  bits_per_byte: {max_degradation: 0.0, at: [model]}
 """
 
 
@@ -71,7 +71,7 @@ def test_report_has_perplexity_and_tokens_per_second(report):
     )
 
 
-def test_plan_shows_max_drop_of_perplexity_as_rise(home):
+def test_plan_shows_max_degradation_of_perplexity_as_rise(home):
     output = harness.smelt("plan", home / "recipe.yaml").output
     assert "perplexity: rise at most 1,000,000 at onnx" in output
     assert "perplexity, bits_per_byte" in output
@@ -80,8 +80,8 @@ def test_plan_shows_max_drop_of_perplexity_as_rise(home):
 def test_gate_limits_rise_if_lower_is_better(report):
     gates = {(g["metric"], g["kind"]): g for g in report["steps"][-1]["gates"]}
     rise = report["steps"][-1]["against_baseline"]["perplexity"]["difference"]
-    assert gates["perplexity", "max_drop"]["value"] == rise
-    assert gates["perplexity", "max_drop"]["passed"]
+    assert gates["perplexity", "max_degradation"]["value"] == rise
+    assert gates["perplexity", "max_degradation"]["passed"]
     assert not gates["perplexity", "max"]["passed"]
     assert report["steps"][0]["gates"][0]["passed"]  # the baseline has not risen against itself
 
@@ -158,7 +158,7 @@ def test_eval_window_options_change_windows(home, report):
     ({"windows": "length: 100"}, "window-too-long", "data.windows.length", ("100", "64")),
     ({"windows": "length: 8, stride: 9"}, "settings-conflict", "data.windows", ("9", "8")),
     ({"task": "translation"}, "unsupported-task", "model", ("gpt2", "language-modeling")),
-    ({"limit": "min: 3"}, "does-not-fit-metric", "gates.perplexity.min", ("max_drop or max",)),
+    ({"limit": "min: 3"}, "does-not-fit-metric", "gates.perplexity.min", ("max_degradation or max",)),
     ({"metric": "bleu"}, "does-not-fit-task", "score.quality[0]", ("'bleu'",)),
 ])  # fmt: skip
 def test_recipe_not_matching_task_is_rejected(home, change, code, setting, named):

@@ -23,7 +23,7 @@ stages:
 score:
   generation: {max_new_tokens: 6}
   latency: false
-gates: {rouge1: {max_drop: 100}}
+gates: {rouge1: {max_degradation: 100}}
 """
 
 

@@ -28,7 +28,7 @@ stages:
 score: {{latency: {latency}}}
 """
 # its processes import torch, so one kind is timed
-LATENCY = "{batch_sizes: [3], rounds: 3, min_round_ms: 1, max_minutes: 0.1}"
+LATENCY = "{batch_sizes: [3], rounds: 3, min_round_ms: 1, time_limit_minutes: 0.1}"
 
 
 def run_folder(kind: str, settings: str = f"batch_size: 2, sequence_length: {LENGTH}") -> Path:

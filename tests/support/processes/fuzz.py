@@ -213,7 +213,7 @@ score:
   latency: {batch_sizes: [1, 8], threads: 2}
 baseline: small
 gates:
-  accuracy: {max_drop: 1.0, at: [quantize]}
+  accuracy: {max_degradation: 1.0, at: [quantize]}
 seed: 3
 """
 IMAGE_RECIPE = """model: m

@@ -38,7 +38,7 @@ def ten_step_report():
     ]
     by_name["model"]["status"] = "cached"
     by_name["onnx-int8"]["gates"] = [
-        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": 1.37, "passed": False},
+        {"metric": "bleu", "kind": "max_degradation", "limit": 1.0, "value": 1.37, "passed": False},
         {"metric": "size_bytes", "kind": "max", "limit": 40e6, "value": 25.1e6, "passed": True},
     ]
     return {
@@ -193,7 +193,14 @@ def report_with_unscored_step():
     engine = report["steps"][8]
     engine.update(status="done", reason=reason, format="tensorrt", target="tensorrt", size_bytes=40_000_000)
     engine["gates"] = [
-        {"metric": "bleu", "kind": "max_drop", "limit": 1.0, "value": None, "passed": None, "reason": reason},
+        {
+            "metric": "bleu",
+            "kind": "max_degradation",
+            "limit": 1.0,
+            "value": None,
+            "passed": None,
+            "reason": reason,
+        },
         {"metric": "size_bytes", "kind": "max", "limit": 90e6, "value": 40e6, "passed": True, "reason": None},
     ]
     return report

@@ -131,7 +131,7 @@ STAGE_TREE = """
   - tensorrt: {}
     optional: true
 gates:
-  bleu: {max_drop: 1.0, min: 20}
+  bleu: {max_degradation: 1.0, min: 20}
   size_bytes: {max: 1_000_000, at: [small]}"""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.errors import RunError
 from smelt.core.system import require_package
 from smelt.export.package.quantized_folder import QuantizedFolderFormat
+from smelt.models.edits import Edit
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,16 @@ class CompressedTensorsFormat(QuantizedFolderFormat):
         """Return True: the args are the library's own."""
         return True
 
+    def example_config(self, edits: list[Edit]) -> tuple[str, str]:
+        """Return the config that loads floats, where there are zero points of weights.
+
+        transformers 5.23 expects packed weights with zero points that are not packed.
+        """
+        has_zeros = any(edit.get("symmetric") is False for edit in edits)
+        return ("CompressedTensorsConfig", "dequantize=True") if has_zeros else ("", "")
+
     def convert(
-        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], dtype: torch.dtype
+        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors that the library's compressors make, and its config.
 
@@ -52,7 +61,7 @@ class CompressedTensorsFormat(QuantizedFolderFormat):
             for name, matrix in matrices.items()
             for suffix, tensor in _compress(name, matrix, dtype).items()
         }
-        return tensors, _quantization_config(matrices, float_layers)
+        return tensors, _quantization_config(matrices, [*float_layers, head])
 
 
 def _compress(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 _PACKED_MULTIPLE = 8  # integers in an int32
 _MIDDLE = 8
-# the second layout of GPTQ, which can store zero points of 0
-_CHECKPOINT_FORMATS = {1: "gptq", 0: "gptq_v2"}
 
 
 class _Int4FolderFormat(QuantizedFolderFormat):
     """What both layouts have in common: all layers have 4 bits and the same groups."""
 
     description: ClassVar[str] = "4-bit integers in groups"
+    float_dtypes: ClassVar[Mapping[str, str]] = {"float32": "float16"}
 
     def has_form(self, args: Mapping[str, Any]) -> bool:
         """Return whether they are 4-bit integers in groups."""
@@ -89,13 +88,28 @@ class GptqFormat(_Int4FolderFormat):
     requirements: ClassVar[str] = "optimum gptqmodel"
 
     def convert(
-        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], dtype: torch.dtype
+        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors in the first layout, or the second one where a zero point is 0."""
+        """Return the tensors in the first layout if symmetric, else in the second, which has zero points of 0.
+
+        GPTQModel refuses the first layout with zero points if another program wrote it.
+
+        Raises:
+            InputError: a layer has floats, which transformers (optimum 2.3) would load as quantized.
+        """
         from smelt.models.int4_packing import pack_gptq
 
+        if float_layers:
+            raise InputError(
+                f"its layers {', '.join(float_layers[:3])} are floats; in this format all linear layers but the"
+                " output layer are quantized. Quantize without `exclude`, or package it as awq or"
+                " compressed-tensors.",
+                code="mixed-quantization",
+            )
+
         unpacked = {name: self.unpacked(name, matrix) for name, matrix in matrices.items()}
-        offset = int(all(int(layer.zeros.min()) > 0 for layer in unpacked.values()))
+        symmetric = all(bool((layer.zeros == _MIDDLE).all()) for layer in unpacked.values())
+        checkpoint_format, offset = ("gptq", 1) if symmetric else ("gptq_v2", 0)
         tensors = {
             f"{name}.{suffix}": tensor
             for name, layer in unpacked.items()
@@ -105,11 +119,9 @@ class GptqFormat(_Int4FolderFormat):
             "quant_method": self.name,
             **_shared_config(matrices),
             "desc_act": False,
-            "sym": all(bool((layer.zeros == _MIDDLE).all()) for layer in unpacked.values()),
-            "checkpoint_format": _CHECKPOINT_FORMATS[offset],
+            "sym": symmetric,
+            "checkpoint_format": checkpoint_format,
             "lm_head": False,
-            # GPTQModel's and vLLM's form of layers that are floats
-            "dynamic": {f"-:^{re.escape(name)}$": {} for name in float_layers},
         }
 
 
@@ -121,9 +133,9 @@ class AwqFormat(_Int4FolderFormat):
     requirements: ClassVar[str] = "gptqmodel"
 
     def convert(
-        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], dtype: torch.dtype
+        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors; zero points are stored always."""
+        """Return the tensors; they always have zero points."""
         from smelt.models.int4_packing import pack_awq
 
         tensors = {
@@ -136,5 +148,7 @@ class AwqFormat(_Int4FolderFormat):
             **_shared_config(matrices),
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": float_layers,
+            "modules_to_not_convert": [*float_layers, head],
+            # the same for GPTQModel
+            "dynamic": {f"-:^{re.escape(name)}$": {} for name in float_layers},
         }

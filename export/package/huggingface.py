@@ -136,11 +136,22 @@ def require_config_structure(edits: Iterable[Edit]) -> None:
 
 
 def copy_hub_folder(
-    artifact: Artifact, origin: PackageOrigin, folder: Path, skip: Collection[str] = ()
+    artifact: Artifact,
+    origin: PackageOrigin,
+    folder: Path,
+    skip: Collection[str] = (),
+    config_class: str = "",
+    config_arguments: str = "",
 ) -> UsageNotes:
     """Copy the artifact into `folder`, with a tokenizer for transformers 4 too; return how it is used.
 
-    skip: files that are not copied.
+    Args:
+        artifact: to copy.
+        origin: its origin.
+        folder: an empty one.
+        skip: files that are not copied.
+        config_class: of transformers; an instance is the argument `quantization_config` of the model.
+        config_arguments: of this class.
     """
     copy_artifact(artifact, folder, skip)
     config = read_json_object(folder / TOKENIZER_CONFIG_FILE)
@@ -151,7 +162,7 @@ def copy_hub_folder(
         write_json(folder / TOKENIZER_CONFIG_FILE, new)
     task = artifact.manifest.task
     library = "sentence-transformers" if task_traits(task).output == "embedding" else "transformers"
-    code = _example_code(task, artifact.path, origin)
+    code = _example_code(task, artifact.path, origin, config_class, config_arguments)
     notes = list(preprocessing_notes(artifact.path))
     if (artifact.path / SHORTLIST).is_file():
         notes.append(
@@ -172,12 +183,16 @@ def _describe_edit(op: str, count: int) -> str:
     return f"{description} ({count}, made by {stage})"
 
 
-def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:
+def _example_code(
+    task: str, source: Path, origin: PackageOrigin, config_class: str, config_arguments: str
+) -> str:
     name, text = task_traits(task).auto_class, with_prefix(source, "A text.")
+    imports = f", {config_class}" if config_class else ""
+    argument = f", quantization_config={config_class}({config_arguments})" if config_class else ""
     lines: list[Any] = [
-        f"from transformers import AutoTokenizer, {name}",
+        f"from transformers import AutoTokenizer, {name}{imports}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',
-        f'model = {name}.from_pretrained(".").eval()',
+        f'model = {name}.from_pretrained("."{argument}).eval()',
         f'inputs = tokenizer([{text!r}], return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):

@@ -35,12 +35,18 @@ SERVE_COMMAND = "pip install vllm && vllm serve . --served-model-name smelt"
 
 
 class QuantizedFolderFormat(ABC):
-    """A format of quantized language models. description: of its weights, for messages."""
+    """A format of quantized language models.
+
+    description: of its weights, for messages. requirements: packages that transformers needs to load it.
+    float_dtypes: the dtype of float tensors, by the model's, where kernels do not support that; empty: all
+    tensors are kept.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     description: ClassVar[str]
     requirements: ClassVar[str]
+    float_dtypes: ClassVar[Mapping[str, str]] = {}
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"torch"}),
         tasks=frozenset(DECODER_TASKS),
@@ -54,17 +60,18 @@ class QuantizedFolderFormat(ABC):
 
     @abstractmethod
     def convert(
-        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], dtype: torch.dtype
+        self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of the quantized layers in the layout, and `quantization_config`.
 
         Args:
             matrices: of the quantized layers, by their names; their inputs are multiples of the group sizes.
-            float_layers: the other linear layers.
+            float_layers: the other linear layers, without the output layer.
+            head: the output layer, which has floats too.
             dtype: of the model's floats.
 
         Raises:
-            InputError: the layout does not support the size of a layer.
+            InputError: the layout does not support the size of a layer, or layers in floats.
             RunError: the tensors stand for other values.
         """
 
@@ -106,6 +113,10 @@ class QuantizedFolderFormat(ABC):
             InputError: they cannot.
         """
 
+    def example_config(self, edits: list[Edit]) -> tuple[str, str]:
+        """Return the class and the arguments of `quantization_config` in the example; by default none."""
+        return "", ""
+
     def _require_form(self, edit: Edit) -> None:
         """Require that the layout has a form for a layer.
 
@@ -138,7 +149,11 @@ class QuantizedFolderFormat(ABC):
 
         weights = {path.name for path in find_weights(artifact.path).files}
         usage = copy_hub_folder(
-            artifact, origin, folder, skip={*weights, WEIGHTS_INDEX_FILE, STRUCTURE_FILE}
+            artifact,
+            origin,
+            folder,
+            {*weights, WEIGHTS_INDEX_FILE, STRUCTURE_FILE},
+            *self.example_config(read_edits(artifact.path)),
         )
         tensors, config, notes = self._convert(artifact.path)
         save_file(dict(sorted(tensors.items())), folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -156,10 +171,11 @@ class QuantizedFolderFormat(ABC):
 
         from smelt.models.checkpoint import add_model_prefix, load_model, read_tensors
         from smelt.models.edits import module_names
-        from smelt.quantization.layers import QuantizedLinear, QuantizedMatrix
+        from smelt.quantization.layers import QuantizedMatrix
 
         config = read_json_object(source / "config.json")
-        dtype: torch.dtype = getattr(torch, str(config.get("dtype", "float32")))
+        config["dtype"] = self.float_dtypes.get(str(config["dtype"]), config["dtype"])
+        dtype: torch.dtype = getattr(torch, config["dtype"])
         tables = _tables(config)
         model, _ = load_model(source)
         names_of_matrices = {
@@ -169,7 +185,7 @@ class QuantizedFolderFormat(ABC):
         }
         quantized = {name for names in names_of_matrices.values() for name in names}
         tensors = {
-            name: tensor
+            name: tensor.to(dtype) if self.float_dtypes and tensor.is_floating_point() else tensor
             for name, tensor in add_model_prefix(model, read_tensors(source, widen=False)).items()
             if name.partition(".matrix.")[0] not in quantized
         }
@@ -180,15 +196,19 @@ class QuantizedFolderFormat(ABC):
             else:
                 _require_whole_groups(name, matrix)
                 matrices[name] = matrix
+        embedding, head = _token_tables(config)
         float_layers = [
             name
             for name, module in model.named_modules()
-            if name not in matrices and isinstance(module, torch.nn.Linear | QuantizedLinear)
+            if name not in matrices and name != head and isinstance(module, torch.nn.Linear)
         ]
-        packed, config[QUANTIZATION_CONFIG_KEY] = self.convert(matrices, float_layers, dtype)
-        if {f"{table}.weight" for table in _token_tables(config)} <= tensors.keys():
+        packed, config[QUANTIZATION_CONFIG_KEY] = self.convert(matrices, float_layers, head, dtype)
+        if {f"{embedding}.weight", f"{head}.weight"} <= tensors.keys():
             config["tie_word_embeddings"] = False  # only one of the two was quantized
-        return tensors | packed, config, _notes(matrices.values(), bool(quantized & tables), dtype)
+        notes = _notes(matrices.values(), bool(quantized & tables), dtype)
+        if self.float_dtypes:
+            notes.append(f"Float tensors are {config['dtype']}: kernels of this layout compute in 16 bits.")
+        return tensors | packed, config, notes
 
 
 def _tables(config: Mapping[str, Any]) -> set[str]:

@@ -337,7 +337,11 @@ def _write_heads_to_config(
         values[structure.kv_heads_key] = units
     attributes = {structure.heads_attribute, structure.all_head_size_attribute}
     remaining = _without_linear_edits(
-        [e for e in edits if not (e["op"] == "set" and e["module"] in modules and e["attribute"] in attributes)],
+        [
+            e
+            for e in edits
+            if not (e["op"] == "set" and e["module"] in modules and e["attribute"] in attributes)
+        ],
         {name for group in groups for name in group.structure.linear_layers[:-1]},
         {group.structure.out for group in groups},
     )

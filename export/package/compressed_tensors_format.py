@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from smelt.quantization.layers import QuantizedMatrix
 
-_PACKAGE, _OLDEST = "compressed-tensors", "0.15"  # transformers requires it
+_PACKAGE, _OLDEST = "compressed-tensors", "0.20"
 _ALL_LINEAR = "Linear"
 
 

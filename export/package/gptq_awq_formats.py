@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.export.package.quantized_folder import QuantizedFolderFormat
-from smelt.models.edits import Edit, quantize_edit_options
+from smelt.export.package.quantized_folder import QuantizedFolderFormat, quantized_layer_edits
+from smelt.models.edits import quantize_edit_options
 from smelt.models.quantization_config import CHECKPOINT_BITS
 from smelt.quantization.groupwise import GROUP_SIZE, group_size
 
@@ -36,15 +37,20 @@ class _Int4FolderFormat(QuantizedFolderFormat):
     def has_form(self, args: Mapping[str, Any]) -> bool:
         """Return whether they are 4-bit integers in groups."""
         weights = args["weights"]
-        return (weights["num_bits"], weights["type"], weights["strategy"]) == (CHECKPOINT_BITS, "int", "group")
+        return (weights["num_bits"], weights["type"], weights["strategy"]) == (
+            CHECKPOINT_BITS,
+            "int",
+            "group",
+        )
 
-    def check_layers(self, edits: list[Edit]) -> None:
+    def check(self, artifact: Artifact) -> None:
         """Require the same groups in all layers.
 
         Raises:
-            InputError: `mixed-group-sizes`.
+            InputError: `mixed-group-sizes`, or those of all formats.
         """
-        sizes = {group_size(quantize_edit_options(edit)) for edit in edits}
+        super().check(artifact)
+        sizes = {group_size(quantize_edit_options(edit)) for edit in quantized_layer_edits(artifact.path)}
         if len(sizes) > 1:
             raise InputError(
                 f"its layers have different group sizes ({', '.join(map(str, sorted(sizes)))}); config.json"
@@ -90,9 +96,10 @@ class GptqFormat(_Int4FolderFormat):
     def convert(
         self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors in the first layout if symmetric, else in the second, which has zero points of 0.
+        """Return the tensors in the first layout if symmetric, else in the second.
 
-        GPTQModel refuses the first layout with zero points if another program wrote it.
+        The first cannot store zero points of 0, and GPTQModel refuses it with zero points if
+        another program wrote it.
 
         Raises:
             InputError: a layer has floats, which transformers (optimum 2.3) would load as quantized.
@@ -101,8 +108,8 @@ class GptqFormat(_Int4FolderFormat):
 
         if float_layers:
             raise InputError(
-                f"its layers {', '.join(float_layers[:3])} are floats; in this format all linear layers but the"
-                " output layer are quantized. Quantize without `exclude`, or package it as awq or"
+                f"its layers {', '.join(float_layers[:3])} are floats; in this format all linear layers but"
+                " the output layer are quantized. Quantize without `exclude`, or package it as awq or"
                 " compressed-tensors.",
                 code="mixed-quantization",
             )

@@ -89,13 +89,11 @@ class QuantizedFolderFormat(ABC):
                 " that these checkpoints have no form for them. Package it as huggingface before `quantize`.",
                 code="unsupported-family",
             )
-        tables = _tables(config)
-        edits = read_edits(artifact.path)
-        quantize_edits = [edit for edit in edits if edit.get("op") == "quantize"]
+        tables, edits = _tables(config), read_edits(artifact.path)
         require_config_structure(
-            edit for edit in edits if edit not in quantize_edits and not _is_tie(edit, tables)
+            edit for edit in edits if edit.get("op") != "quantize" and not _is_tie(edit, tables)
         )
-        layer_edits = [edit for edit in quantize_edits if edit["module"] not in tables]
+        layer_edits = quantized_layer_edits(artifact.path)
         if not layer_edits:
             raise InputError(
                 "none of its linear layers is quantized. Package it as huggingface, or add the step"
@@ -104,14 +102,6 @@ class QuantizedFolderFormat(ABC):
             )
         for edit in layer_edits:
             self._require_form(edit)
-        self.check_layers(layer_edits)
-
-    def check_layers(self, edits: list[Edit]) -> None:
-        """Require that the quantized layers can be in one checkpoint; by default all can.
-
-        Raises:
-            InputError: they cannot.
-        """
 
     def example_config(self, edits: list[Edit]) -> tuple[str, str]:
         """Return the class and the arguments of `quantization_config` in the example; by default none."""
@@ -211,6 +201,14 @@ class QuantizedFolderFormat(ABC):
         return tensors | packed, config, notes
 
 
+def quantized_layer_edits(folder: Path) -> list[Edit]:
+    """Return the edits that quantize layers of the model in `folder`, without embeddings and output layer."""
+    tables = _tables(read_json_object(folder / "config.json"))
+    return [
+        edit for edit in read_edits(folder) if edit.get("op") == "quantize" and edit["module"] not in tables
+    ]
+
+
 def _tables(config: Mapping[str, Any]) -> set[str]:
     """Return the names of the embeddings and the output layer of a family's model with this config."""
     family = find_family(config)
@@ -254,13 +252,11 @@ def _notes(matrices: Iterable[QuantizedMatrix], has_float_tables: bool, dtype: t
     """Return notes for users: what differs from smelt's model, and what was not tried."""
     import torch
 
-    notes = [
-        "The last command serves the model with vLLM, which needs a GPU. It was not run for this package."
-    ]
+    notes = ["The last command serves the model with vLLM, on a GPU. It was not run with this package."]
     if has_float_tables:
         notes.append(
-            "Embeddings or output layer are quantized in the artifact. Here they are floats of the same values,"
-            " because servers do not read them quantized."
+            "Embeddings or output layer are quantized in the artifact. Here they are floats of the same"
+            " values, because servers do not read them quantized."
         )
     if any(matrix.scheme.quantizes_activations(matrix.options) for matrix in matrices):
         notes.append(

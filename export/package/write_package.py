@@ -370,7 +370,7 @@ def _batch_warnings(artifact: Artifact) -> Iterator[Message]:
 
 
 def copy_artifact(artifact: Artifact, folder: Path, skip: Collection[str] = ()) -> None:
-    """Copy the model's files in `artifact`, without the manifest and `skip`, into `folder`, as regular files."""
+    """Copy the model's files in `artifact`, without the manifest and `skip`, into `folder`."""
     for name in artifact.model_files:
         if name in skip:
             continue

@@ -42,7 +42,9 @@ def awq_values(packed: dict[str, torch.Tensor]) -> torch.Tensor:
         columns = torch.arange(parts.shape[1] * 8).view(-1, 8)[:, reverse].flatten()
         return torch.bitwise_and(parts.view(len(words), -1)[:, columns], 15)
 
-    scales, zeros = (t.repeat_interleave(GROUP, dim=0) for t in (packed["scales"], unpacked(packed["qzeros"])))
+    scales, zeros = (
+        t.repeat_interleave(GROUP, dim=0) for t in (packed["scales"], unpacked(packed["qzeros"]))
+    )
     return ((unpacked(packed["qweight"]) - zeros) * scales.float()).t()
 
 

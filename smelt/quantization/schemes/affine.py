@@ -251,7 +251,12 @@ class AffineGroupwise(parts.GroupwiseScheme):
 
     def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
         """Return integers in groups, packed into int32."""
-        weights = {"num_bits": self.bits, "type": "int", "strategy": "group", "group_size": group_size(options)}
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "strategy": "group",
+            "group_size": group_size(options),
+        }
         return {
             "format": "pack-quantized",
             "weights": weights | {"symmetric": bool(options[SYMMETRIC.name])},

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from smelt.compress.quantize.settings import MixedPrecision, QuantizeSettings
+from smelt.compress.quantize.nested_settings import MixedPrecision
+from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.core.artifact import FileRecord
 from smelt.core.errors import InputError
@@ -24,12 +26,14 @@ from smelt.quantization.schemes.registry import SCHEMES, default_options
 from tests.support import harness
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, tiny
+from tests.support.processes import peer_tools
 from tests.support.shared_folders import make_once
 
 TASK = "language-modeling"
 FORMATS = {form.name: form for form in (CompressedTensorsFormat(), GptqFormat(), AwqFormat())}
 FLOAT_ACTIVATIONS = {"group_size": 32, "accuracy_level": 0}
 WITH_ZEROS = {"scheme": "int4", "symmetric": False, **FLOAT_ACTIVATIONS}
+KERNEL_SIZES = {"hidden_size": 128, "intermediate_size": 256}  # multiples of 32, as GPTQModel wants
 IGNORED_CONFIG = "ignore:You passed `quantization_config`:UserWarning"
 
 
@@ -48,7 +52,10 @@ def as_artifact(source):
     """Return the model folder as an artifact whose files are known, and so copied."""
     artifact = tiny.as_artifact(source, TASK)
     artifact.manifest.files.update(
-        {path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size) for path in source.iterdir()}
+        {
+            path.name: FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
+            for path in source.iterdir()
+        }
     )
     return artifact
 
@@ -70,8 +77,12 @@ def smelt_weights(source):
 
 def read_by_transformers(folder, dequantize=False):
     pytest.importorskip("compressed_tensors")
-    config = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **config)
+    config = (
+        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **config
+    )
     assert not any(info.values())
     return model.eval()
 
@@ -90,7 +101,10 @@ def test_transformers_reads_equal_weights_and_logits(settings, tmp_path):
     for name, weight in smelt_weights(source).items():
         assert torch.equal(model.get_submodule(name).weight, weight), name
     layers = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert layers["ignore"] == [*(["model.layers.0.mlp.down_proj"] if "exclude" in settings else []), "lm_head"]
+    assert layers["ignore"] == [
+        *(["model.layers.0.mlp.down_proj"] if "exclude" in settings else []),
+        "lm_head",
+    ]
 
 
 def test_int8_rows_are_read_with_activations_by_token(tmp_path):
@@ -248,3 +262,22 @@ def test_unsupported_size_is_refused_and_nothing_is_written(settings, config, fo
     with raises_code(code, InputError):
         package(form, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.peers
+def test_logits_of_gptqmodel_equal_those_of_artifact(tmp_path):
+    """In float16: zero points off by one, or nibbles in another order, differ by 100 times as much."""
+    sources, folders = [], []
+    for settings in (WITH_ZEROS, WITH_ZEROS | {"symmetric": True}):
+        source = quantized(settings, **KERNEL_SIZES)
+        for form in ("gptq", "awq"):
+            sources.append(source)
+            folders.append(package(form, source, tmp_path / f"{form}-{len(folders)}"))
+    part = quantized(WITH_ZEROS | {"exclude": ["*.down_proj"]}, **KERNEL_SIZES)
+    sources.append(part)
+    folders.append(package("awq", part, tmp_path / "part"))
+    request = {"folders": [str(folder) for folder in folders], "ids": harness.fixed_ids().tolist()}
+    assert peer_tools.run_in_gptqmodel("open_by_gptqmodel.py", request) == len(folders)
+    for source, folder in zip(sources, folders, strict=True):
+        expected = harness.logits(load_model(source)[0]).numpy()
+        assert np.abs(np.load(folder / "logits.npy") - expected).max() < 0.05 * expected.std(), folder

@@ -216,8 +216,8 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
         {"op": "quantize", "module": "model.layers.0.mlp.up_proj", "scheme": name, **options}
     ])  # fmt: skip
     affine = name.startswith("int") or name == "bnb-int8"
-    found = {form: refusal(form, tmp_path / "source") for form in FORMATS}
-    codes = {form: why and why.code for form, why in found.items()}
+    refusals = {form: refusal(form, tmp_path / "source") for form in FORMATS}
+    codes = {form: why and why.code for form, why in refusals.items()}
     expected = "unsupported-scheme"
     assert codes == {
         "compressed-tensors": None if affine else expected,
@@ -239,15 +239,15 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
 def test_unsupported_structure_is_refused(edits, form, code, tmp_path):
     causal.write_model(tmp_path / "source", "llama", num_hidden_layers=1)
     write_edits(tmp_path / "source", edits)
-    found = refusal(form, tmp_path / "source")
-    assert found is not None
-    assert found.code == code
+    unsupported = refusal(form, tmp_path / "source")
+    assert unsupported is not None
+    assert unsupported.code == code
 
 
 def test_gpt2_is_refused():
-    found = refusal("compressed-tensors", quantized({"scheme": "int4"}, "gpt2", n_layer=1))
-    assert found is not None
-    assert found.code == "unsupported-family"
+    unsupported = refusal("compressed-tensors", quantized({"scheme": "int4"}, "gpt2", n_layer=1))
+    assert unsupported is not None
+    assert unsupported.code == "unsupported-family"
 
 
 @pytest.mark.parametrize(("settings", "config", "form", "code"), [
@@ -265,7 +265,7 @@ def test_unsupported_size_is_refused_and_nothing_is_written(settings, config, fo
 
 
 @pytest.mark.peers
-def test_logits_of_gptqmodel_equal_those_of_artifact(tmp_path):
+def test_gptqmodel_logits_equal_artifact(tmp_path):
     """In float16: zero points off by one, or nibbles in another order, differ by 100 times as much."""
     sources, folders = [], []
     for settings in (WITH_ZEROS, WITH_ZEROS | {"symmetric": True}):

@@ -170,7 +170,10 @@ def test_scales_have_dtype_of_a_bfloat16_model(tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16).save_pretrained(wide)
     settings = QuantizeSettings(scheme="int4", **FLOAT_ACTIVATIONS)
     harness.run_stage(Quantize(), settings, wide, source, TASK)
-    model = read_by_transformers(package("compressed-tensors", source, tmp_path / "out"))
+    folder = package("compressed-tensors", source, tmp_path / "out")
+    stored = load_file(folder / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
+    model = read_by_transformers(folder)
     assert harness.logits(model).dtype == torch.bfloat16
     for name, weight in smelt_weights(source).items():
         if name != "lm_head":

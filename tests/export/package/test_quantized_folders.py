@@ -107,8 +107,11 @@ def test_transformers_reads_equal_weights_and_logits(settings, tmp_path):
     ]
 
 
-def test_int8_rows_are_read_with_activations_by_token(tmp_path):
-    source = quantized({"scheme": "int8-dynamic"})
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "int8-static"])
+def test_int8_rows_are_read_with_activations_by_token(scheme, tmp_path):
+    model = every_family.model_with_layers("llama", 1)
+    settings = QuantizeSettings(scheme=scheme)
+    source = every_family.run_stage(Quantize(), settings, model, "llama", tmp_path / "source").out
     folder = package("compressed-tensors", source, tmp_path / "out")
     model = read_by_transformers(folder)
     by_token = harness.logits(model)

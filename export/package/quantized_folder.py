@@ -116,9 +116,11 @@ class QuantizedFolderFormat(ABC):
         options = quantize_edit_options(edit)
         args = find_scheme(edit["scheme"]).checkpoint_args(options)
         if args is None or not self.has_form(args):
-            description = ", ".join([str(edit["scheme"]), *(f"{name}: {value}" for name, value in options.items())])
+            layer_text = ", ".join(
+                [str(edit["scheme"]), *(f"{name}: {value}" for name, value in options.items())]
+            )
             raise InputError(
-                f"its layer '{edit['module']}' is quantized with {description}; this format holds"
+                f"its layer '{edit['module']}' is quantized with {layer_text}; this format holds"
                 f" {self.description}. Quantize with `scheme: {'` or `'.join(self._schemes())}` and its"
                 " default of `symmetric`, or export the model to ONNX.",
                 code="unsupported-scheme",

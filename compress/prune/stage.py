@@ -67,7 +67,7 @@ class Prune(Stage[PruneSettings]):
         " 2021, arXiv:2110.10811, ZipLM, Kurtic et al. 2023, arXiv:2302.04089; layers and width within a"
         " budget: Minitron, Muralidharan et al. 2024, arXiv:2407.14679"
     )
-    version: ClassVar[int] = 10
+    version: ClassVar[int] = 11
     prunes_units: ClassVar[bool] = True
     changes_quantized_weights: ClassVar[bool] = True
     settings_type: ClassVar[type[PruneSettings]] = PruneSettings

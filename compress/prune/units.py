@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +23,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
-from smelt.models.families.registry import FAMILIES, blocks_of, family_of
+from smelt.models.families.registry import FAMILIES, blocks_of, family_of, model_attentions
 from smelt.models.hidden_width import hidden_width
 from smelt.models.layers import LowRankConv, LowRankLinear, SharedLinear, conv_end_names
 
@@ -292,22 +293,73 @@ def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept_neu
 
 
 def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
-    """Write common widths to the config; return the edits without those that the config replaces."""
-    _, blocks = find_groups(model)
+    """Write common widths and numbers of heads to the config; return the edits that it does not replace."""
+    attentions, blocks = find_groups(model)
     for setting in {block.structure.intermediate_size_key for block in blocks}:
         kind = [block for block in blocks if block.structure.intermediate_size_key == setting]
         widths = {block.count(model) for block in kind}
         if len(widths) > 1:
             continue
         setattr(model.config, setting, widths.pop())
-        names = {
-            n
-            for b in kind
-            for i in b.structure.input_layers
-            for n in (i, f"{i}.up", b.structure.down, f"{b.structure.down}.down")
-        }
-        edits = [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
+        edits = _without_linear_edits(
+            edits,
+            {name for block in kind for name in block.structure.input_layers},
+            {block.structure.down for block in kind},
+        )
+    for setting in {attention.heads_key for attention in model_attentions(model)}:
+        same_key = [group for group in attentions if group.structure.heads_key == setting]
+        edits = _write_heads_to_config(model, edits, setting, same_key)
     return edits
+
+
+def _write_heads_to_config(
+    model: Any, edits: list[Edit], heads_key: str, groups: list[AttentionGroup]
+) -> list[Edit]:
+    """Write the number of heads of `groups` to the config; return the edits that it does not replace.
+
+    All edits remain where transformers' config of the family cannot hold the number: the attentions differ,
+    the width of a head follows from the number, or a model of this config would be refused.
+    """
+    modules = {name for group in groups for name in group.modules}
+    structures = [a for a in model_attentions(model) if a.heads_key == heads_key]
+    counts = {group.count(model) for group in groups}
+    if len(counts) != 1 or any(
+        a.name not in modules or a.head_dim_key is None or a.relative_bias for a in structures
+    ):
+        return edits
+    structure, units = groups[0].structure, counts.pop()
+    head_dim = int(getattr(model.get_submodule(structure.name), structure.head_dim_attribute))
+    values = {
+        heads_key: linear_with_inputs(model, structure.out).in_features // head_dim,
+        str(structure.head_dim_key): head_dim,
+    }
+    if structure.kv_heads_key:
+        values[structure.kv_heads_key] = units
+    attributes = {structure.heads_attribute, structure.all_head_size_attribute}
+    remaining = _without_linear_edits(
+        [
+            e
+            for e in edits
+            if not (e["op"] == "set" and e["module"] in modules and e["attribute"] in attributes)
+        ],
+        {name for group in groups for name in group.structure.linear_layers[:-1]},
+        {group.structure.out for group in groups},
+    )
+    try:
+        type(model.config)(**model.config.to_dict() | values)
+    except StrictDataclassError:  # Llama's hidden size must be a multiple of the number of heads
+        return edits
+    if len(remaining) < len(edits):
+        for key, value in values.items():
+            setattr(model.config, key, value)
+    return remaining
+
+
+def _without_linear_edits(edits: list[Edit], cut_outputs: set[str], cut_inputs: set[str]) -> list[Edit]:
+    """Return `edits` without the sizes of these layers, whole or factorized, which lost outputs or inputs."""
+    names = {n for name in cut_outputs for n in (name, f"{name}.up")}
+    names |= {n for name in cut_inputs for n in (name, f"{name}.down")}
+    return [e for e in edits if not (e["op"] == "linear" and e["module"] in names)]
 
 
 def _relative_bias(model: Any) -> RelativeBias | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from smelt.export.package.hub_files import (
 )
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
-from smelt.models.edits import read_edits
+from smelt.models.edits import Edit, read_edits
 from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
 from smelt.tasks.registry import task_spec
 
@@ -81,8 +82,8 @@ def _slug(text: str) -> str:
 _EDIT_DESCRIPTIONS = {
     "quantize": ("quantized layers", "quantize"),
     "low_rank": ("low-rank layers", "factorize"),
-    "linear": ("layers of different sizes", "prune"),
-    "set": ("layers with different numbers of heads", "prune"),
+    "linear": ("layers of sizes for which the config has no key", "prune"),
+    "set": ("numbers of heads for which the config has no key", "prune"),
     "own_bias": ("a position bias of one layer", "prune"),
     "width": ("a smaller hidden size", "prune"),
     "skip": ("layers without an attention or feed-forward block", "drop-layers"),
@@ -109,42 +110,72 @@ class HuggingFaceFormat:
         Raises:
             InputError: it has layers that transformers would create differently; names them and the stage.
         """
-        # masks only affect later training
-        edit_counts = Counter(str(e.get("op")) for e in read_edits(artifact.path) if e.get("op") != "mask")
-        if edit_counts:
-            parts = [_describe_edit(op, count) for op, count in edit_counts.items()]
-            raise InputError(
-                f"config.json of transformers cannot describe {'; '.join(parts)}. Package an earlier step,"
-                " or export the model (`- onnx: {target: ort-cpu}`) for a format of ONNX graphs, such as"
-                " standalone.",
-                code="unsupported-structure",
-            )
+        require_config_structure(read_edits(artifact.path))
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Copy the artifact; change its tokenizer class to one that transformers 4 supports too."""
-        copy_artifact(artifact, folder)
-        config = read_json_object(folder / TOKENIZER_CONFIG_FILE)
-        if config:
-            new = portable_tokenizer_config(config)
-            if new.get("tokenizer_class") == _OF_FIVE:
-                new["tokenizer_class"] = FAST_TOKENIZER_CLASS
-            write_json(folder / TOKENIZER_CONFIG_FILE, new)
-        task = artifact.manifest.task
-        library = "sentence-transformers" if task_traits(task).output == "embedding" else "transformers"
-        code = _example_code(task, artifact.path, origin)
-        notes = list(preprocessing_notes(artifact.path))
-        if (artifact.path / SHORTLIST).is_file():
-            notes.append(
-                "The model was scored with a shortlist, which transformers does not support. It uses the"
-                " whole vocabulary, so texts may differ."
-            )
-        return UsageNotes(
-            install=f"pip install transformers torch{extra_requirements(folder)}",
-            run=f"python -c {shlex.quote(code.replace(chr(10), '; '))}",
-            examples=(("python", code),),
-            notes=tuple(notes),
-            front_matter=card_front_matter(task, origin, library),
+        return copy_hub_folder(artifact, origin, folder)
+
+
+def require_config_structure(edits: Iterable[Edit]) -> None:
+    """Require that config.json can describe the structure with these edits.
+
+    Raises:
+        InputError: transformers would create some layers differently; names them and the stage.
+    """
+    # masks only affect later training
+    edit_counts = Counter(str(edit.get("op")) for edit in edits if edit.get("op") != "mask")
+    if edit_counts:
+        parts = [_describe_edit(op, count) for op, count in edit_counts.items()]
+        raise InputError(
+            f"config.json of transformers cannot describe {'; '.join(parts)}. Package an earlier step,"
+            " or export the model (`- onnx: {target: ort-cpu}`) for a format of ONNX graphs, such as"
+            " standalone.",
+            code="unsupported-structure",
         )
+
+
+def copy_hub_folder(
+    artifact: Artifact,
+    origin: PackageOrigin,
+    folder: Path,
+    skip: Collection[str] = (),
+    config_class: str = "",
+    config_arguments: str = "",
+) -> UsageNotes:
+    """Copy the artifact into `folder`, with a tokenizer for transformers 4 too; return how it is used.
+
+    Args:
+        artifact: to copy.
+        origin: its origin.
+        folder: an empty one.
+        skip: files that are not copied.
+        config_class: of transformers; an instance is the argument `quantization_config` of the model.
+        config_arguments: of this class.
+    """
+    copy_artifact(artifact, folder, skip)
+    config = read_json_object(folder / TOKENIZER_CONFIG_FILE)
+    if config:
+        new = portable_tokenizer_config(config)
+        if new.get("tokenizer_class") == _OF_FIVE:
+            new["tokenizer_class"] = FAST_TOKENIZER_CLASS
+        write_json(folder / TOKENIZER_CONFIG_FILE, new)
+    task = artifact.manifest.task
+    library = "sentence-transformers" if task_traits(task).output == "embedding" else "transformers"
+    code = _example_code(task, artifact.path, origin, config_class, config_arguments)
+    notes = list(preprocessing_notes(artifact.path))
+    if (artifact.path / SHORTLIST).is_file():
+        notes.append(
+            "The model was scored with a shortlist, which transformers does not support. It uses the"
+            " whole vocabulary, so texts may differ."
+        )
+    return UsageNotes(
+        install=f"pip install transformers torch{extra_requirements(folder)}",
+        run=f"python -c {shlex.quote(code.replace(chr(10), '; '))}",
+        examples=(("python", code),),
+        notes=tuple(notes),
+        front_matter=card_front_matter(task, origin, library),
+    )
 
 
 def _describe_edit(op: str, count: int) -> str:
@@ -152,12 +183,16 @@ def _describe_edit(op: str, count: int) -> str:
     return f"{description} ({count}, made by {stage})"
 
 
-def _example_code(task: str, source: Path, origin: PackageOrigin) -> str:
+def _example_code(
+    task: str, source: Path, origin: PackageOrigin, config_class: str, config_arguments: str
+) -> str:
     name, text = task_traits(task).auto_class, with_prefix(source, "A text.")
+    imports = f", {config_class}" if config_class else ""
+    argument = f", quantization_config={config_class}({config_arguments})" if config_class else ""
     lines: list[Any] = [
-        f"from transformers import AutoTokenizer, {name}",
+        f"from transformers import AutoTokenizer, {name}{imports}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',
-        f'model = {name}.from_pretrained(".").eval()',
+        f'model = {name}.from_pretrained("."{argument}).eval()',
         f'inputs = tokenizer([{text!r}], return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):

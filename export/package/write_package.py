@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -369,9 +369,11 @@ def _batch_warnings(artifact: Artifact) -> Iterator[Message]:
         )
 
 
-def copy_artifact(artifact: Artifact, folder: Path) -> None:
-    """Copy the model's files in `artifact`, without the manifest, into `folder`, as regular files."""
+def copy_artifact(artifact: Artifact, folder: Path, skip: Collection[str] = ()) -> None:
+    """Copy the model's files in `artifact`, without the manifest and `skip`, into `folder`."""
     for name in artifact.model_files:
+        if name in skip:
+            continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(artifact.path / name, target)

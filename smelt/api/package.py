@@ -19,8 +19,10 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json
 from smelt.core.messages import Message, warning
 from smelt.data.tasks import task_traits
+from smelt.export.package.compressed_tensors_format import CompressedTensorsFormat
 from smelt.export.package.executorch_format import ExecutorchFormat
 from smelt.export.package.genai import GenaiFormat
+from smelt.export.package.gptq_awq_formats import AwqFormat, GptqFormat
 from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.litert_format import LitertFormat
 from smelt.export.package.ncnn_format import NcnnFormat
@@ -275,8 +277,8 @@ PACKAGE_FORMATS: dict[str, PackageFormat] = {
     form.name: form
     for form in (
         StandaloneFormat(), OneFileFormat(), OptimumFormat(), TransformersJsFormat(), GenaiFormat(),
-        TritonFormat(), HuggingFaceFormat(), TorchExportFormat(), ExecutorchFormat(),
-        LitertFormat(), NcnnFormat(),
+        TritonFormat(), HuggingFaceFormat(), CompressedTensorsFormat(), GptqFormat(), AwqFormat(),
+        TorchExportFormat(), ExecutorchFormat(), LitertFormat(), NcnnFormat(),
     )
 }  # fmt: skip
 

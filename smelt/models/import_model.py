@@ -5,21 +5,7 @@ The license is read from the front matter of the model card, or from a license f
 A GPTQ or AWQ checkpoint is imported as scheme int4, with exactly its weights, scales and zero points. A
 group of the checkpoint becomes one group, or several with the same scale where smelt has no group that
 large; where all zero points are 8, none are stored. Activations are int8 blocks, as in every int4 layer
-(accuracy level 4).
-
-Both formats store eight 4-bit weights in an int32, with value = (code - zero point) * scale.
-
-GPTQ (AutoGPTQ and GPTQModel, QuantLinear.pack): inputs K are packed together, the first in the lowest bits;
-zero points are packed along the outputs, in the first layout less one.
-
-    qweight int32 [K / 8, N]     qzeros int32 [G, N / 8]     scales float [G, N]     g_idx int32 [K]
-
-AWQ (AutoAWQ, WQLinear_GEMM.from_linear): outputs are packed together, in the order 0 2 4 6 1 3 5 7; zero
-points too.
-
-    qweight int32 [K, N / 8]     qzeros int32 [G, N / 8]     scales float [G, N]
-
-Shapes: N = outputs, K = inputs, G = groups of the checkpoint.
+(accuracy level 4). `int4_packing.py` has the layouts.
 """
 
 from __future__ import annotations
@@ -27,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -52,6 +38,7 @@ from smelt.models.checkpoint import (
 from smelt.models.edits import Edit, apply_edits, read_edits, write_edits
 from smelt.models.empty_model import empty_model, load_config, silence_transformers
 from smelt.models.families.registry import FAMILIES, lacks_head
+from smelt.models.int4_packing import UnpackedInt4, unpack_awq, unpack_gptq
 from smelt.models.quantization_config import (
     PACKED_TENSORS,
     QUANTIZATION_CONFIG_KEY,
@@ -80,39 +67,6 @@ from smelt.models.weight_files import (
 from smelt.quantization.groupwise import GROUP_SIZE, num_groups, split_into_groups
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.registry import CHECKPOINT_SCHEME, default_options, find_scheme
-
-_VALUES_PER_INT32 = 8
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
-class UnpackedInt4(NamedTuple):
-    """Weights uint8 [N, K], zero points int16 [N, G] and scales [N, G] of a matrix, in the file's groups."""
-
-    codes: Tensor
-    zeros: Tensor
-    scales: Tensor
-
-
-def unpack_gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, offset: int) -> UnpackedInt4:
-    """Return an unpacked GPTQ matrix; `offset` is added to the stored zero points."""
-    q_weight = _split_nibbles(qweight).permute(0, 2, 1).reshape(-1, qweight.shape[1])
-    zeros = _split_nibbles(qzeros).flatten(1).to(torch.int16) + offset
-    return UnpackedInt4(q_weight.t(), zeros.t(), scales.t())
-
-
-def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> UnpackedInt4:
-    """Return an unpacked AWQ matrix."""
-    q_weight, zeros = (_split_nibbles(packed, _AWQ_ORDER).flatten(1) for packed in (qweight, qzeros))
-    return UnpackedInt4(q_weight.t(), zeros.t().to(torch.int16), scales.t())
-
-
-def _split_nibbles(packed: Tensor, order: Sequence[int] = tuple(range(_VALUES_PER_INT32))) -> Tensor:
-    """Return int32 [A, B] as uint8 [A, B, 8]; `order` is the index of each four bits."""
-    parts = [
-        (packed >> (4 * position)).bitwise_and_(15).to(torch.uint8) for position in range(_VALUES_PER_INT32)
-    ]
-    return torch.stack([parts[order.index(index)] for index in range(_VALUES_PER_INT32)], dim=-1)
-
 
 _MIDDLE = 8  # the zero point of symmetric 4-bit weights
 

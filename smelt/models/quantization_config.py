@@ -1,7 +1,7 @@
 """Read `quantization_config` of a GPTQ or AWQ checkpoint, and check the headers of its files against it.
 
 This module does not import torch, so that `smelt plan` rejects what a run could not import. Layouts, for a
-layer of K inputs and N outputs in G groups (see `smelt.models.import_model`):
+layer of K inputs and N outputs in G groups (see `smelt.models.int4_packing`):
 
     GPTQ    qweight [K / 8, N]     qzeros [G, N / 8]     scales [G, N]     g_idx [K], where there is one
     AWQ     qweight [K, N / 8]     qzeros [G, N / 8]     scales [G, N]

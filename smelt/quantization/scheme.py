@@ -255,6 +255,17 @@ class Scheme(Protocol):
         """Return the parameters of a whole matrix as `unpack` returns them after `pack`."""
         return grid
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
+        """Return the grid of the weights as other programs describe it in a checkpoint.
+
+        Keys and values are those of compressed-tensors' QuantizationScheme: `format`, `weights`, and
+        `input_activations` where the activations are quantized too. The parameters `scales` [N, G] and, if
+        there are any, `zeros` [N, G] (unsigned) of `unpack` are those of the grid.
+
+        None where such a checkpoint has no form for it: the values are not integers times a scale.
+        """
+        return None
+
     def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the calibrated tensors of `stored_tensors`, for activations from `low` to `high`."""
         return {}

@@ -18,7 +18,8 @@ SOURCES = [
 ]
 # Import names of distributions that need not be installed here.
 IMPORT_NAMES = {
-    "ai-edge-litert": "ai_edge_litert", "deepspeed": "deepspeed", "executorch": "executorch",
+    "ai-edge-litert": "ai_edge_litert", "compressed-tensors": "compressed_tensors",
+    "deepspeed": "deepspeed", "executorch": "executorch",
     "litert-torch": "litert_torch", "ncnn": "ncnn", "onnxruntime": "onnxruntime",
     "onnxruntime-gpu": "onnxruntime", "pnnx": "pnnx",
     "pydantic": "pydantic_core",  # its other half, which it pins

@@ -70,11 +70,18 @@ def load_output_model(ctx: Context) -> Any:
     return load_model(ctx.out)[0]
 
 
+def fixed_ids(texts: int = 2) -> Any:
+    """Return so many texts of nine fixed tokens, int64."""
+    import torch
+
+    return torch.randint(5, 20, (texts, 9), generator=torch.Generator().manual_seed(0))
+
+
 def logits(model: Any, texts: int = 2) -> Any:
     """Return what a model of any kind makes of so many texts of nine fixed tokens (and five of output)."""
     import torch
 
-    ids = torch.randint(5, 20, (texts, 9), generator=torch.Generator().manual_seed(0))
+    ids = fixed_ids(texts)
     decoder_inputs = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(ids, **decoder_inputs).logits

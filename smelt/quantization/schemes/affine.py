@@ -249,6 +249,19 @@ class AffineGroupwise(parts.GroupwiseScheme):
             ]
         return UnpackedWeights(q_weight, grid)
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
+        """Return integers in groups, packed into int32."""
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "strategy": "group",
+            "group_size": group_size(options),
+        }
+        return {
+            "format": "pack-quantized",
+            "weights": weights | {"symmetric": bool(options[SYMMETRIC.name])},
+        }
+
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Return some rows, with operators that can be exported; a row of zeros stays zero."""
         flat = ids.flatten()

@@ -209,6 +209,20 @@ class Int8PerChannel(Scheme):
             _to_unsigned(codes), grid | {ZEROS: _to_unsigned(matrix.tensor(ZEROS)[:, None])}
         )
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
+        """Return a scale per row, with activations in int8 by token; None with zero points.
+
+        vLLM's kernels (W8A8) compute so, and none has zero points of weights.
+        """
+        if not self.is_symmetric(options):
+            return None
+        args = {"num_bits": 8, "type": "int", "symmetric": True}
+        return {
+            "format": "int-quantized",
+            "weights": args | {"strategy": "channel"},
+            "input_activations": args | {"strategy": "token", "dynamic": True},
+        }
+
     def lookup(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
         """Look up quantized rows, their scales and zero points; a row of zeros stays zero."""
         return lookup_dequantized(matrix, ids, matrix.tensor("codes"))

@@ -55,7 +55,8 @@ def test_pruned_causal_model_equals_masked_model(folder, tmp_path, importance):
             before.mul_(mask)
             assert len(kept_columns) * 2 == before.shape[1], (group, after)
     torch.testing.assert_close(harness.logits(small), harness.logits(original), atol=1e-4, rtol=1e-4)
-    assert any(edit["op"] == "linear" for edit in edits)
+    # GPT-2's config has no width of a head
+    assert any(edit["op"] == "linear" for edit in edits) is (original.config.model_type == "gpt2")
 
 
 def test_head_magnitude_multiplies_norms_of_value_and_output_for_grouped_queries(folder):

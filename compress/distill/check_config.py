@@ -24,7 +24,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.data.labels import REGRESSION, SINGLE_LABEL, has_classifier, problem_type
+from smelt.data.labels import REGRESSION, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
@@ -464,20 +464,6 @@ def _first_layer_error(family: Family | None, choice: int | list[int], count: in
     if family is None or family.first_layer_reason is None or not drops_first:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."
-
-
-def check_mixed_labels(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
-    """Return an error if labels of some samples are used by a model without one class for each sample."""
-    if settings.train_on != "both" or not settings.uses_labels():
-        return []
-    problem = problem_type(config)
-    if problem == SINGLE_LABEL:
-        return []
-    text = (
-        "labels of some samples are used for classifiers with one class for each sample, not for"
-        f" {problem}; set the weight of labels to 0."
-    )
-    return [error_message("missing-labels", text, setting="losses")]
 
 
 def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:

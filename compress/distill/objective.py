@@ -293,7 +293,7 @@ def _output_loss(
     label_groups: of teachers with different labels, as in `restricted_divergence`.
     """
     weights = settings.losses
-    if settings.train_on == "both" and weights.labels and bool((labels == NO_CLASS).any()):
+    if settings.train_on == "both" and weights.labels and not bool(_is_labeled(labels).all()):
         return _mixed_loss(model, logits, wanted, labels, settings, terms)
     reverse = weights.reverse_kl or 0.0
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
@@ -336,15 +336,17 @@ def _mixed_loss(
     settings: DistillSettings,
     terms: dict[str, Tensor],
 ) -> Tensor:
-    """Return the loss of a batch in which some samples have no label (`NO_CLASS`); as `_output_loss`.
+    """Return the loss of a batch in which some samples have no label; as `_output_loss`.
 
     All samples have the losses on the teacher's outputs, the others also that with the labels; each loss is
     the sum over its samples, divided by all samples.
     """
     losses = settings.losses
     without = settings.model_copy(update={"losses": losses.model_copy(update={"labels": 0.0})})
-    loss = _output_loss(model, logits, wanted, labels.clamp(min=0), without, terms, None)
-    labeled = labels != NO_CLASS
+    # the losses without labels read only the dtype of labels, and which positions count
+    any_labels = labels.nan_to_num() if labels.is_floating_point() else labels.clamp(min=0)
+    loss = _output_loss(model, logits, wanted, any_labels, without, terms, None)
+    labeled = _is_labeled(labels)
     if not bool(labeled.any()):
         terms["labels"] = loss.detach().new_zeros(())
         return loss
@@ -356,6 +358,11 @@ def _mixed_loss(
     )  # fmt: skip
     terms.update(label_terms)
     return loss + label_loss
+
+
+def _is_labeled(labels: Tensor) -> Tensor:
+    """Return which samples have a label (see `classifier_targets`), bool [B]."""
+    return ~labels.isnan().any(dim=1) if labels.is_floating_point() else labels != NO_CLASS
 
 
 def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:

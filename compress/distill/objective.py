@@ -144,7 +144,7 @@ def make_inner_losses(
 ) -> InnerLosses | ModuleLosses | None:
     """Return the losses on inner states of the two models, None if the settings have none.
 
-    folder: of the student, with its processor of images; for modules by name.
+    folder: of the student, with its processor of images, if it is a model of images; for modules by name.
 
     Raises:
         InputError: the two models do not have what the losses compare.
@@ -173,10 +173,16 @@ def make_inner_losses(
     )
 
 
+_EXAMPLE_TOKENS = 8
+
+
 def _example_inputs(model: Any, folder: Path) -> dict[str, Tensor]:
-    """Return inputs of two samples. folder: of the model, with its processor of images."""
+    """Return inputs of two samples. folder: of the model, with its processor if it is one of images."""
     if isinstance(model, UserModuleForArrays):
         return model.example_inputs(2)
+    if model.main_input_name == "input_ids":
+        ids = torch.arange(2 * _EXAMPLE_TOKENS).reshape(2, _EXAMPLE_TOKENS) % model.config.vocab_size
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     size = read_processor(folder).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     return {PIXEL_VALUES: torch.zeros(2, model.config.num_channels, *size)}
 

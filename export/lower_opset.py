@@ -160,7 +160,7 @@ def elementwise_layer_norms(opset: int) -> AbstractContextManager[Any]:
     return _ElementwiseLayerNorms() if opset < LAYER_NORM_OPSET else nullcontext()
 
 
-class _ElementwiseLayerNorms(TorchFunctionMode):  # type: ignore[misc]
+class _ElementwiseLayerNorms(TorchFunctionMode):
     """Replaces calls of the functions, which code may have imported by name: no attribute is patched."""
 
     def __torch_function__(

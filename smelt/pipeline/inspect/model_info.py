@@ -174,12 +174,10 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
     parent = base or Path.cwd()
     folder = local_model_folder(model, parent)
     config_folder = folder or fetch_config_folder(model, parent)
-    if folder is None and is_adapter(config_folder):
+    config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
+    if folder is None and is_adapter(config_folder):  # it has no config.json
         folder, config = fetch_adapter(model, parent)
-        config_folder = folder or config_folder
-        problems = []
-    else:
-        config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
+        config_folder, problems = folder or config_folder, []
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in FAMILIES_BY_TASK.items() if family in families)
     if config and not tasks:

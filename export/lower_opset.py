@@ -12,14 +12,16 @@ Source: https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from onnx import defs, helper, numpy_helper
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from smelt.core.errors import InputError
 from smelt.export.value_types import node_types, value_types
@@ -153,20 +155,20 @@ def _sliced_shape(node: Any, bounds: dict[str, int], graph: Any) -> list[Any]:
     return [node, helper.make_node("Slice", [node.output[0], *names], [result], f"{result}.slice")]
 
 
-@contextmanager
-def elementwise_layer_norms(opset: int) -> Iterator[None]:
-    """Compute `torch.layer_norm` elementwise within the block below opset 17.
+def elementwise_layer_norms(opset: int) -> AbstractContextManager[Any]:
+    """Return a context in which layer norms are computed elementwise below opset 17."""
+    return _ElementwiseLayerNorms() if opset < LAYER_NORM_OPSET else nullcontext()
 
-    `torch.nn.functional.layer_norm` calls it, and may be imported by name; subclasses of `torch.nn.LayerNorm`
-    call that function in their own ways.
-    """
-    original = torch.layer_norm
-    if opset < LAYER_NORM_OPSET:
-        torch.layer_norm = _layer_norm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.layer_norm = original
+
+class _ElementwiseLayerNorms(TorchFunctionMode):
+    """Replaces calls of the functions, which code may have imported by name: no attribute is patched."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the result of `func`."""
+        is_norm = func in (torch.layer_norm, functional.layer_norm)
+        return (_layer_norm if is_norm else func)(*args, **(kwargs or {}))
 
 
 def _layer_norm(

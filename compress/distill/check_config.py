@@ -24,7 +24,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import DEFAULT_CODE, InputError, did_you_mean
 from smelt.core.files import path_exists, read_json_object
 from smelt.core.messages import Message, error_message, with_article
-from smelt.data.labels import REGRESSION, SINGLE_LABEL, has_classifier, problem_type
+from smelt.data.labels import REGRESSION, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
@@ -252,7 +252,8 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
 def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
     """Return the errors, each with its setting, of losses that a student with this config lacks."""
     family, errors = find_family(config), check_layer_map(settings.layer_map, config, None)
-    errors += check_module_names("student", module_pairs(settings.layer_map), config)
+    pairs = module_pairs(settings.layer_map)
+    errors += check_module_names("student", pairs, config)
     for index, training in enumerate(settings.phase_settings()):
         setting = "losses" if settings.phases is None else f"phases.{index}.losses"
         inner = training.losses.inner_weights()
@@ -260,6 +261,9 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
             kind = config.get("model_type")
             text = f"{', '.join(inner)} of a {kind} model are not supported. Remove these losses."
             errors.append(error_message("unsupported-family", text, setting=setting))
+        is_text_module = family is not None and family.is_user_module and family.input_kind == "texts"
+        if is_text_module and inner and not pairs:  # of others the task shows it
+            errors.append(error_message("does-not-fit-model", UNNAMED_MODULES, setting=setting))
         stacks = family.stacks(config) if family else ()
         if "attention" in inner and not all(a.uses_attention_interface for s in stacks for a in s.attentions):
             text = no_attention_scores_error(str(config.get("model_type")))
@@ -275,22 +279,25 @@ def check_losses(settings: DistillSettings, config: Mapping[str, Any]) -> list[M
     return errors
 
 
+UNNAMED_MODULES = (
+    "of models of images or arrays, and of modules of your own, only hidden_states of modules that layer_map"
+    " pairs by name are compared, such as layer_map: {network.features.3: network.features.5}. Set it, or"
+    " remove the losses on inner states."
+)
+
+
 def inner_loss_errors(settings: DistillSettings, task: Task) -> list[Message]:
-    """Return the errors of losses on inner states: models of text have numbers of layers, others modules."""
-    by_name, without_text = bool(module_pairs(settings.layer_map)), task_traits(task).modality != "text"
-    if by_name and not without_text:
+    """Return the errors of losses on inner states: only models of text have numbers of layers."""
+    traits = task_traits(task)
+    by_name, without_text = bool(module_pairs(settings.layer_map)), traits.modality != "text"
+    if by_name and not without_text and traits.output != "labels":
         text = (
-            f"modules by name are for models of images or arrays; the task is {task}. Use numbers of layers."
+            f"modules by name are for classifiers and for arrays; the task is {task}. Use numbers of layers."
         )
         return [error_message("does-not-fit-task", text, setting="layer_map")]
     if without_text and not by_name and any(t.losses.inner_weights() for t in settings.phase_settings()):
         setting = "losses" if settings.phases is None else "phases"
-        text = (
-            f"of a model for {task} only hidden_states of modules that layer_map pairs by name are compared,"
-            " such as layer_map: {network.features.3: network.features.5}. Set it, or remove the losses on"
-            " inner states."
-        )
-        return [error_message("does-not-fit-task", text, setting=setting)]
+        return [error_message("does-not-fit-task", UNNAMED_MODULES, setting=setting)]
     return []
 
 
@@ -464,20 +471,6 @@ def _first_layer_error(family: Family | None, choice: int | list[int], count: in
     if family is None or family.first_layer_reason is None or not drops_first:
         return None
     return f"{with_article(family.name)} student must keep the first layer: {family.first_layer_reason}."
-
-
-def check_mixed_labels(settings: DistillSettings, config: Mapping[str, Any]) -> list[Message]:
-    """Return an error if labels of some samples are used by a model without one class for each sample."""
-    if settings.train_on != "both" or not settings.uses_labels():
-        return []
-    problem = problem_type(config)
-    if problem == SINGLE_LABEL:
-        return []
-    text = (
-        "labels of some samples are used for classifiers with one class for each sample, not for"
-        f" {problem}; set the weight of labels to 0."
-    )
-    return [error_message("missing-labels", text, setting="losses")]
 
 
 def check_unlabeled(settings: DistillSettings, task: Task, data: Mapping[str, Split]) -> list[Message]:

@@ -1,6 +1,6 @@
-"""Loss on the outputs of modules that the user pairs by name: the hints of FitNets, for models of images.
+"""Loss on the outputs of modules that the user pairs by name: the hints of FitNets.
 
-Shapes: B = batch, C = channels, other axes are positions.
+Shapes: B = batch, C = channels, L = tokens of the longest text, other axes are positions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from smelt.compress.distill.check_config import unknown_module_error
 from smelt.core.errors import InputError
+from smelt.tasks.samples import TOKEN_MASK_KEY
 from smelt.training.extension import LossTerm
 
 _TERM = "hidden_states"
@@ -42,7 +43,8 @@ class ModuleLosses:
     """Captures the outputs of named modules of a student and its teacher, and compares them.
 
     The interface is that of `InnerLosses`. The loss of a pair is the mean squared difference of all entries,
-    as torch's MSELoss in torchdistill and in RepDistiller's HintLoss.
+    as torch's MSELoss in torchdistill and in RepDistiller's HintLoss; of texts, of all entries at tokens, so
+    that it does not depend on padding.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ModuleLosses:
                 if name not in known:
                     raise _error("unknown-module", unknown_module_error(role, name, known))
         shapes = {role: self._output_shapes(role, inputs) for role in self.models}
+        self.token_axes = self._token_axes(shapes["student"], inputs)
         self.modules: dict[str, nn.Module] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -115,11 +118,36 @@ class ModuleLosses:
         total: Tensor | None = None
         for index, (name, teacher_name) in enumerate(self.pairs.items()):
             project = self.modules.get(f"projection_{index}", nn.Identity())
-            output = project(self.captured["student"][name])
-            distance = F.mse_loss(output.float(), self.captured["teacher"][teacher_name].detach().float())
+            output = project(self.captured["student"][name]).float()
+            target, axis = self.captured["teacher"][teacher_name].detach().float(), self.token_axes.get(name)
+            token_mask = batch.get(TOKEN_MASK_KEY, batch.get("attention_mask"))
+            if axis is not None and token_mask is not None:
+                mask = token_mask.bool()
+                output, target = (states.movedim(axis, 1)[mask] for states in (output, target))
+            distance = F.mse_loss(output, target)
             total = distance if total is None else total + distance
         assert total is not None
         return {_TERM: LossTerm(self.weight * total / self.divisor, "inputs")}
+
+    def _token_axes(self, shapes: Mapping[str, list[int]], inputs: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the axis of tokens of each of the student's modules whose output has one.
+
+        It is the one whose size is the number of tokens, for texts of two lengths.
+
+        Args:
+            shapes: of the outputs for `inputs`.
+            inputs: of two samples.
+        """
+        if "input_ids" not in inputs:
+            return {}
+        length = inputs["input_ids"].shape[1]
+        shorter = {name: value[:, :-1] for name, value in inputs.items()}
+        axes = {}
+        for name, sizes in self._output_shapes("student", shorter).items():
+            for axis, (size, long_size) in enumerate(zip(sizes, shapes[name], strict=True)):
+                if (size, long_size) == (length - 1, length):
+                    axes[name] = axis
+        return axes
 
     @torch.no_grad()
     def _output_shapes(self, role: str, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -167,8 +195,9 @@ def _projected_axis(name: str, ours: list[int], teacher_name: str, theirs: list[
         return axes[0]
     raise _error(
         "shape-mismatch",
-        f"'{name}' of the student returns {ours} for two images, '{teacher_name}' of the teacher {theirs}."
-        " Only the number of channels may differ; pair modules with the same height and width.",
+        f"'{name}' of the student returns {ours} for two samples, '{teacher_name}' of the teacher {theirs}."
+        " Only the number of channels may differ; pair modules with the same positions: height and width, or"
+        " tokens.",
     )
 
 

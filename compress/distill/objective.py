@@ -144,7 +144,7 @@ def make_inner_losses(
 ) -> InnerLosses | ModuleLosses | None:
     """Return the losses on inner states of the two models, None if the settings have none.
 
-    folder: of the student, with its processor of images; for modules by name.
+    folder: of the student, with its processor of images, if it is a model of images; for modules by name.
 
     Raises:
         InputError: the two models do not have what the losses compare.
@@ -173,10 +173,16 @@ def make_inner_losses(
     )
 
 
+_EXAMPLE_TOKENS = 8
+
+
 def _example_inputs(model: Any, folder: Path) -> dict[str, Tensor]:
-    """Return inputs of two samples. folder: of the model, with its processor of images."""
+    """Return inputs of two samples. folder: of the model, with its processor if it is one of images."""
     if isinstance(model, UserModuleForArrays):
         return model.example_inputs(2)
+    if model.main_input_name == "input_ids":
+        ids = torch.arange(2 * _EXAMPLE_TOKENS).reshape(2, _EXAMPLE_TOKENS) % model.config.vocab_size
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     size = read_processor(folder).shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     return {PIXEL_VALUES: torch.zeros(2, model.config.num_channels, *size)}
 
@@ -293,7 +299,7 @@ def _output_loss(
     label_groups: of teachers with different labels, as in `restricted_divergence`.
     """
     weights = settings.losses
-    if settings.train_on == "both" and weights.labels and bool((labels == NO_CLASS).any()):
+    if settings.train_on == "both" and weights.labels and not bool(_is_labeled(labels).all()):
         return _mixed_loss(model, logits, wanted, labels, settings, terms)
     reverse = weights.reverse_kl or 0.0
     buckets, targets = (wanted, None) if isinstance(wanted, TopKLogits) else (None, wanted)
@@ -336,15 +342,17 @@ def _mixed_loss(
     settings: DistillSettings,
     terms: dict[str, Tensor],
 ) -> Tensor:
-    """Return the loss of a batch in which some samples have no label (`NO_CLASS`); as `_output_loss`.
+    """Return the loss of a batch in which some samples have no label; as `_output_loss`.
 
     All samples have the losses on the teacher's outputs, the others also that with the labels; each loss is
     the sum over its samples, divided by all samples.
     """
     losses = settings.losses
     without = settings.model_copy(update={"losses": losses.model_copy(update={"labels": 0.0})})
-    loss = _output_loss(model, logits, wanted, labels.clamp(min=0), without, terms, None)
-    labeled = labels != NO_CLASS
+    # the losses without labels read only the dtype of labels, and which positions count
+    any_labels = labels.nan_to_num() if labels.is_floating_point() else labels.clamp(min=0)
+    loss = _output_loss(model, logits, wanted, any_labels, without, terms, None)
+    labeled = _is_labeled(labels)
     if not bool(labeled.any()):
         terms["labels"] = loss.detach().new_zeros(())
         return loss
@@ -356,6 +364,11 @@ def _mixed_loss(
     )  # fmt: skip
     terms.update(label_terms)
     return loss + label_loss
+
+
+def _is_labeled(labels: Tensor) -> Tensor:
+    """Return which samples have a label (see `classifier_targets`), bool [B]."""
+    return ~labels.isnan().any(dim=1) if labels.is_floating_point() else labels != NO_CLASS
 
 
 def vector_distance_loss(vectors: Tensor, teacher: Tensor) -> Tensor:

@@ -287,8 +287,8 @@ class DistillSettings(TechniqueTrainingSettings):
     )
     layer_map: LayerMap = Field(
         default="uniform",
-        description="teacher layer for each student layer, as {1: 4}, or that per stack; of models of images"
-        " and arrays the teacher's module for each of the student, by name",
+        description="teacher layer for each student layer, as {1: 4}, or that per stack; of classifiers and"
+        " modules of arrays also the teacher's module for each of the student, by name",
     )
     layer_reduction: Literal["sum", "mean"] = Field(
         default="sum", description="hidden_states and attention: sum or mean over the mapped layers"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.compress.distill.augmentation import augment_training_samples, check_augmentation
 from smelt.compress.distill.check_config import (
     check_losses,
-    check_mixed_labels,
     check_several_teachers,
     check_student,
     check_teacher,
@@ -164,7 +163,6 @@ class Distill(Stage[DistillSettings]):
                 for error in student_errors
             ]
         errors += check_training(settings, config) + check_teacher_folders(settings, config)
-        errors += check_mixed_labels(settings, config)
         # an invalid student has no layers to count
         return errors + ([] if errors else check_losses(settings, student_config)), student_config
 

@@ -75,10 +75,22 @@ def check_scheme_options(
             )
 
 
-def resolve_options(scheme: str, settings: Settings) -> dict[str, OptionValue]:
-    """Return the options of `scheme` from `settings`, with defaults where a value is for another scheme."""
+def resolve_options(
+    scheme: str, settings: Settings, linear_schemes: Sequence[str] = ()
+) -> dict[str, OptionValue]:
+    """Return the options of `scheme` from `settings`, with defaults where a value is for another scheme.
+
+    linear_schemes: those of linear layers, if `scheme` may be that of embeddings alone.
+    """
+    of_others = (
+        {option.name for name in linear_schemes for option in SCHEMES[name].option_specs}
+        if scheme not in linear_schemes
+        else set()
+    )
     return {
-        option.name: _resolve_option(option, getattr(settings, option.name))
+        option.name: option.default
+        if option.own_only and option.name in of_others
+        else _resolve_option(option, getattr(settings, option.name))
         for option in SCHEMES[scheme].option_specs
     }
 

@@ -556,4 +556,4 @@ class QuantizeSettings(PartSchemeSettings):
 
     def scheme_options(self, scheme: str) -> dict[str, OptionValue]:
         """Return the options of `scheme`, as a quantized layer takes them."""
-        return resolve_options(scheme, self)
+        return resolve_options(scheme, self, self.linear_schemes)

@@ -73,7 +73,7 @@ class Quantize(Stage[QuantizeSettings]):
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 12
+    version: ClassVar[int] = 13
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
 
@@ -252,6 +252,13 @@ def convolution_setting_errors(
         return [error_message("only-output-layer", text, setting="scheme")]
     if scheme not in supported and not config.get("linear_layers"):
         return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
+    output_layers = config.get("linear_output_layers") if settings.quantizes_output_layer else 0
+    if config.get("linear_layers") == config.get("convolutions") == output_layers == 0:
+        text = (
+            "the module has no layer to quantize: of type nn.Linear or nn.Conv2d, called by the module, and"
+            " not the output layer if output_layer is false. Remove this step."
+        )
+        return [error_message("no-layer-selected", text)]
     linear_only_text = f"{lack}, and this setting applies only to linear layers of such blocks. Remove it."
     linear_settings = {
         "method": settings.method != "rtn",

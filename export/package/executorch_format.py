@@ -56,20 +56,22 @@ class ExecutorchFormat(TorchProgramFormat):
         program.require_equal(
             lambda *tensors: method.execute(list(tensors))[0], PROGRAM_FILE, iter((1, n) for n in lengths)
         )
-        code, packages, notes = write_preprocessing(artifact, folder, program.input_names)
+        parts = write_preprocessing(artifact, folder, program.input_names)
         example = (
-            f"from executorch.runtime import Runtime\n{code}\n"
+            f"from executorch.runtime import Runtime\n{parts.inputs}\n"
             f'method = Runtime.get().load_program("{PROGRAM_FILE}").load_method("forward")\n'
-            f"print(method.execute([inputs[name] for name in {json.dumps(program.input_names)}])[0])"
+            f"names = {json.dumps(program.input_names)}\n"
+            "output = method.execute([inputs[name] for name in names])[0].numpy()\n"
+            f"{parts.answer}"
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         size = f" of 2 to {limit} tokens" if limit else ""
         return UsageNotes(
-            install=f"pip install executorch=={version('executorch')}{packages}",
+            install=f"pip install executorch=={version('executorch')}{parts.packages}",
             run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
-                *notes,
+                *parts.notes,
                 f"`forward` takes {', '.join(program.input_names)} in this order: one sample{size} per call.",
                 "It was lowered to XNNPACK; a runtime without that backend refuses it.",
             ),

@@ -63,22 +63,24 @@ class LitertFormat(TorchProgramFormat):
             program.require_equal(_as_function(runner, program), TFLITE_FILE, iter([(1, length)]))
         lengths = [length for length in signatures.values() if length <= _EXAMPLE_LENGTH]
         length = max(lengths, default=min(signatures.values()))
-        code, packages, notes = write_preprocessing(artifact, folder, program.input_names, "np", length)
+        parts = write_preprocessing(artifact, folder, program.input_names, "np", length)
         signature = next(name for name, size in signatures.items() if size == length)
         dtype = "float32" if program.limit is None else "int32"
         example = (
-            f"from ai_edge_litert.interpreter import Interpreter\n{code}\n"
+            f"from ai_edge_litert.interpreter import Interpreter\n{parts.inputs}\n"
             f'run = Interpreter("{TFLITE_FILE}").get_signature_runner("{signature}")\n'
-            f'print(run(**{{name: array.astype("{dtype}") for name, array in inputs.items()}})["output_0"])'
+            f'arrays = {{name: array.astype("{dtype}") for name, array in inputs.items()}}\n'
+            'output = run(**arrays)["output_0"]\n'
+            f"{parts.answer}"
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         sample = "text, padded to the signature's number of tokens" if program.limit else "image"
         return UsageNotes(
-            install=f"pip install ai-edge-litert=={version('ai-edge-litert')}{packages}",
+            install=f"pip install ai-edge-litert=={version('ai-edge-litert')}{parts.packages}",
             run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
-                *notes,
+                *parts.notes,
                 f"Signatures: {', '.join(signatures)}. Inputs, by name: {', '.join(program.input_names)}"
                 f" ({dtype}); output_0 is the output. One {sample}, per call.",
                 "All signatures share the weights.",

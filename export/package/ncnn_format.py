@@ -68,10 +68,10 @@ class NcnnFormat(TorchProgramFormat):
         program.require_equal(
             lambda *tensors: _run(network, program, tensors), PARAM_FILE, iter((1, n) for n in lengths)
         )
-        code, packages, notes = write_preprocessing(artifact, folder, program.input_names, "np")
+        parts = write_preprocessing(artifact, folder, program.input_names, "np")
         dtype = "float32" if program.limit is None else "int32"
         example = (
-            f"import ncnn\n{code}\n"
+            f"import ncnn\n{parts.inputs}\n"
             "network = ncnn.Net()\n"
             "options = network.opt\n"
             "options.use_fp16_packed = options.use_fp16_storage = options.use_fp16_arithmetic = False\n"
@@ -81,17 +81,18 @@ class NcnnFormat(TorchProgramFormat):
             f"for position, name in enumerate({json.dumps(program.input_names)}):\n"
             f'    array = inputs[name][0].astype("{dtype}")  # named: Mat points to its memory until clone\n'
             '    extractor.input(f"in{position}", ncnn.Mat(array).clone())\n'
-            'print(extractor.extract("out0")[1].numpy())'
+            'output = extractor.extract("out0")[1].numpy()\n'
+            f"{parts.answer}"
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         blobs = ", ".join(f"in{n} is {name}" for n, name in enumerate(program.input_names))
         sample = f"text of 2 to {program.limit} tokens, without padding," if program.limit else "image"
         return UsageNotes(
-            install=f"pip install ncnn=={version('ncnn')}{packages}",
+            install=f"pip install ncnn=={version('ncnn')}{parts.packages}",
             run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
-                *notes,
+                *parts.notes,
                 f"Blobs: {blobs} ({dtype}), out0 is the output. One {sample} per call, without a batch axis.",
                 "Weights are float32. On processors with float16, ncnn computes in it unless the three"
                 " options are off.",

@@ -43,21 +43,23 @@ class TorchExportFormat(TorchProgramFormat):
             PROGRAM_FILE,
             iter([(1, 5), (3, longest)]),
         )
-        code, packages, notes = write_preprocessing(artifact, folder, program.input_names)
-        names = ", ".join(program.input_names)
+        parts = write_preprocessing(artifact, folder, program.input_names)
         example = (
-            f"import torch\n{code}\n"
+            f"import torch\n{parts.inputs}\n"
             f'model = torch.export.load("{PROGRAM_FILE}").module()\n'
-            f"print(model(**{{name: inputs[name] for name in {json.dumps(program.input_names)}}}))"
+            f"names = {json.dumps(program.input_names)}\n"
+            "output = model(**{name: inputs[name] for name in names}).numpy()\n"
+            f"{parts.answer}"
         )
         (folder / EXAMPLE_FILE).write_text(f"{example}\n", encoding="utf-8")
         return UsageNotes(
-            install=f"pip install torch=={torch.__version__.partition('+')[0]}{packages}",
+            install=f"pip install torch=={torch.__version__.partition('+')[0]}{parts.packages}",
             run=f"python {EXAMPLE_FILE}",
             examples=(("python", example),),
             notes=(
-                *notes,
-                f"Inputs, by name: {names}. The batch size and the length of texts are any.",
+                *parts.notes,
+                f"Inputs, by name: {', '.join(program.input_names)}. The batch size and the length of"
+                " texts are any.",
                 "torch promises no compatibility of such files between versions; load it with the version"
                 " above.",
             ),

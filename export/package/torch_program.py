@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
+from smelt.core.files import read_json_object
+from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.tasks import task_traits, tasks_with
 from smelt.export.package.hub_files import (
     copy_tokenizer_files,
@@ -196,13 +198,28 @@ def read_program(artifact: Artifact) -> TorchProgram:
     return TorchProgram(module, names, int(config["vocab_size"]), min(limit, NO_LIMIT), None)
 
 
+@dataclass(frozen=True)
+class ExampleParts:
+    """What the examples of all formats share.
+
+    inputs: lines of Python that make `inputs`, a dict of arrays or tensors. answer: lines that print the
+    array `output` of one sample, with the names of its classes. packages: of PyPI that both need, each with a
+    leading space. notes: for the README.
+    """
+
+    inputs: str
+    answer: str
+    packages: str
+    notes: tuple[str, ...]
+
+
 def write_preprocessing(
     artifact: Artifact,
     folder: Path,
     input_names: tuple[str, ...],
     tensors: str = "pt",
     length: int | None = None,
-) -> tuple[str, str, tuple[str, ...]]:
+) -> ExampleParts:
     """Copy config.json and the tokenizer or image processor.
 
     Args:
@@ -213,13 +230,13 @@ def write_preprocessing(
         length: pads and truncates texts to this number of tokens.
 
     Returns:
-        The lines of Python that make `inputs`, a dict of them; the packages that they need, with a leading
-        space; notes for the README.
+        The parts of an example that depend on the model and not on the format.
     """
     import shutil
 
     source = artifact.path
     shutil.copyfile(source / "config.json", folder / "config.json")
+    answer = answer_code(artifact.manifest.task, source)
     if task_traits(artifact.manifest.task).modality == "image":
         shutil.copyfile(source / PROCESSOR_FILE, folder / PROCESSOR_FILE)
         code = (
@@ -229,7 +246,7 @@ def write_preprocessing(
         )
         # without torchvision transformers reads images with Pillow, as smelt does, and torch is not installed
         note = f"{EXAMPLE_FILE} reads photo.jpg: put an image of that name into this folder."
-        return code, " transformers pillow", (note,)
+        return ExampleParts(code, answer, " transformers pillow", (note,))
     copy_tokenizer_files(source, folder)
     # a tokenizer may list fewer inputs than the program takes
     options = "" if length is None else f', padding="max_length", truncation=True, max_length={length}'
@@ -239,4 +256,32 @@ def write_preprocessing(
         'tokenizer = AutoTokenizer.from_pretrained(".")\n'
         f'inputs = dict(tokenizer([{with_prefix(source, "A text.")!r}], return_tensors="{tensors}"{options}))'
     )
-    return code, f" transformers{extra_requirements(folder)}", preprocessing_notes(source)
+    packages = f" transformers{extra_requirements(folder)}"
+    return ExampleParts(code, answer, packages, preprocessing_notes(source))
+
+
+def answer_code(task: str, source: Path) -> str:
+    """Return lines that print `output`, a numpy array [1, ...] or [...], with the names of its classes.
+
+    Args:
+        task: of the model.
+        source: folder with its config.json.
+    """
+    kind = task_traits(task).output
+    if kind not in ("labels", "tags"):
+        return "print(output)"
+    names = 'from transformers import AutoConfig\nclasses = AutoConfig.from_pretrained(".").id2label\n'
+    if kind == "tags":
+        return (
+            f"{names}"
+            'tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])\n'
+            "for token, index in zip(tokens, output.reshape(len(tokens), -1).argmax(-1)):\n"
+            "    if token not in (tokenizer.cls_token, tokenizer.sep_token, tokenizer.pad_token):\n"
+            "        print(token, classes[int(index)])"
+        )
+    problem = problem_type(read_json_object(source / "config.json"))
+    if problem == REGRESSION:
+        return "print(output)"
+    if problem == MULTI_LABEL:
+        return f"{names}print([classes[i] for i, logit in enumerate(output.ravel()) if logit > 0], output)"
+    return f"{names}print(classes[int(output.argmax())], output)"

@@ -217,12 +217,16 @@ def multi_label_targets(
 ) -> list[tuple[int, ...]]:
     """Return the classes of each sample, rising; a sample may have none. A text is split at `|`.
 
+    The only class of `NO_LABEL` is -1.
+
     Raises:
         InputError: as `class_targets`.
     """
     outputs = _output_index(names)
 
     def class_indices(label: Label | None) -> tuple[int, ...] | None:
+        if label == NO_LABEL:
+            return (NO_CLASS,)
         indices = [_class_index(item, outputs) for item in split_labels(label)]
         valid_indices = {index for index in indices if index is not None}
         return None if None in indices or label is None else tuple(sorted(valid_indices))
@@ -231,12 +235,16 @@ def multi_label_targets(
 
 
 def regression_targets(examples: Sequence[Example], origin: str = "") -> list[float]:
-    """Return the number of each sample, also from text.
+    """Return the number of each sample, also from text; NaN for `NO_LABEL`.
 
     Raises:
         InputError: a label is not a finite number; their lines are named.
     """
-    return _convert_labels(examples, (), origin, REGRESSION, label_as_float)
+
+    def number(label: Label | None) -> float | None:
+        return math.nan if label == NO_LABEL else label_as_float(label)
+
+    return _convert_labels(examples, (), origin, REGRESSION, number)
 
 
 def check_labels(

@@ -55,6 +55,8 @@ class SchemeOption:
     description: without the names of the schemes, which the help adds before it.
     expected: text in place of a list of the allowed values.
     rejection: text about a value that only other schemes allow.
+    own_only: whether a value for linear layers of another scheme is not for embeddings of this one, because
+        the option means something else there.
     """
 
     name: str
@@ -63,6 +65,7 @@ class SchemeOption:
     description: str
     expected: str = ""
     rejection: str = ""
+    own_only: bool = False
 
     def allows(self, value: object) -> bool:
         """Return whether `value` is one of the allowed ones; True is not 1."""

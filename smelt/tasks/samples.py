@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from smelt.core.files import read_json_object
 from smelt.data.labels import (
     MULTI_LABEL,
+    NO_CLASS,
     REGRESSION,
     ProblemType,
     class_names,
@@ -212,6 +214,8 @@ def classifier_targets(
 ) -> Sequence[int | tuple[float, ...]]:
     """Return the class of each example; for multi-label C numbers, 1 or 0; for regression one number.
 
+    Of a sample with `NO_LABEL` the class is -1, and numbers are NaN.
+
     Raises:
         InputError: a label that the model lacks; the message has the label, its samples and the known ones.
     """
@@ -220,7 +224,10 @@ def classifier_targets(
         return [(value,) for value in regression_targets(examples, split_name)]
     if problem == MULTI_LABEL:
         sets = multi_label_targets(examples, names, split_name)
-        return [tuple(float(i in label_set) for i in range(len(names))) for label_set in sets]
+        return [
+            tuple(math.nan if NO_CLASS in label_set else float(i in label_set) for i in range(len(names)))
+            for label_set in sets
+        ]
     return class_targets(examples, names, split_name)
 
 

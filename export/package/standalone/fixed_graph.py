@@ -21,10 +21,12 @@ class FixedGraph:
     def run(self, names: list[str], feeds: dict[str, Any]) -> list[Any]:
         """Return the outputs `names`, as the session's `run`."""
         first = next(iter(feeds.values()))
-        rows, size = len(first), self.batch_size or len(first)
-        parts = []
-        for begin in range(0, rows, size):
-            indices = np.minimum(np.arange(begin, begin + size), rows - 1)
+        rows = len(first)
+        if not rows:  # the shapes of the outputs are those of a row of zeros
+            feeds = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in feeds.items()}
+        size, parts = self.batch_size or max(1, rows), []
+        for begin in range(0, max(1, rows), size):
+            indices = np.minimum(np.arange(begin, begin + size), max(1, rows) - 1)
             parts.append(self.session.run(names, {n: self.padded(n, v[indices]) for n, v in feeds.items()}))
         outputs = [np.concatenate(values)[:rows] for values in zip(*parts, strict=True)]
         is_token_output = first.ndim == 2 and self.length is not None

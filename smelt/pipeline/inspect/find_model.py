@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, combined_error
-from smelt.core.files import json_hash, path_exists, resolve_path
+from smelt.core.files import json_hash, path_exists, read_json_object, resolve_path
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.core.messages import Message, info
 from smelt.core.system import require_package
@@ -30,6 +30,7 @@ from smelt.pipeline.inspect.peft_adapter import (
     PeftAdapter,
     is_adapter,
     merge_adapter,
+    merged_config,
     read_adapter,
 )
 from smelt.training.settings import PEFT_VERSION
@@ -70,14 +71,14 @@ def fetch_model(model: str, base: Path, task: Task) -> Path:
     Raises:
         InputError: the download failed, or the model is not supported.
     """
-    folder = fetch_folder(model, base)
+    folder = _fetch_folder(model, base)
     problems, _ = check_model_folder(folder, task)
     if problems:
         raise combined_error(problems)
     return folder
 
 
-def fetch_folder(model: str, base: Path) -> Path:
+def _fetch_folder(model: str, base: Path) -> Path:
     """Return the unchecked folder of `model`; a hub id, and the base model of an adapter, are downloaded.
 
     An adapter may itself be a hub id.
@@ -94,7 +95,26 @@ def fetch_folder(model: str, base: Path) -> Path:
         return path
     adapter = read_adapter(path)
     name = model if local is None else str(path)
-    return _merge_once(adapter, _base_folder(adapter) or _download_base(adapter, name))
+    return _merge_once(adapter, _base_folder(adapter) or _fetch_base(_download, adapter, name))
+
+
+def fetch_adapter(model: str, base: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Return the folder and the config of the adapter `model`, merged with its base model.
+
+    The folder is None if the base model is on the hub and not in the local cache: of it only the config is
+    downloaded.
+
+    Raises:
+        InputError: a download failed, or the adapter cannot be merged.
+    """
+    local = local_path(model, base)
+    adapter = read_adapter(local or _download(model))
+    base_folder = _base_folder(adapter)
+    if base_folder is not None:
+        folder = _merge_once(adapter, base_folder)
+        return folder, read_json_object(folder / "config.json")
+    name = model if local is None else str(local)
+    return None, merged_config(adapter, _fetch_base(_download_config, adapter, name))
 
 
 def fetch_config_folder(model: str, base: Path) -> Path:
@@ -106,8 +126,10 @@ def fetch_config_folder(model: str, base: Path) -> Path:
     Raises:
         InputError: the download failed.
     """
-    if (path := local_path(model, base)) is not None:
-        return path
+    return local_path(model, base) or _download_config(model)
+
+
+def _download_config(model: str, revision: str | None = None) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -115,14 +137,14 @@ def fetch_config_folder(model: str, base: Path) -> Path:
     try:
         with hub_cache_only(offline_reason):
             try:
-                return Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
+                return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision)).parent
             except EntryNotFoundError as error:
                 try:
                     return Path(huggingface_hub.hf_hub_download(model, ADAPTER_CONFIG)).parent
                 except EntryNotFoundError:
                     raise error from None  # a model needs config.json
     except Exception as error:  # the hub client raises many types; all mean that the download failed
-        raise _hub_error(model, offline_reason, error) from error
+        raise _hub_error(model, offline_reason, error, revision) from error
 
 
 def merged_model_folder(path: Path) -> Path:
@@ -229,10 +251,13 @@ def _download(model: str, revision: str | None = None) -> Path:
     return folder
 
 
-def _download_base(adapter: PeftAdapter, name: str) -> Path:
-    """Return the base model of `adapter`, downloaded. name: the adapter's hub id, or its folder."""
+def _fetch_base(download: Callable[[str, str | None], Path], adapter: PeftAdapter, name: str) -> Path:
+    """Return the folder of the base model of `adapter`, as `download` fetches it.
+
+    name: the adapter's hub id, or its folder.
+    """
     try:
-        return _download(adapter.base, adapter.revision)
+        return download(adapter.base, adapter.revision)
     except InputError as error:
         text = f"{name}: an adapter, whose base model is missing: {error}"
         raise InputError(text, code=error.code, file=str(adapter.folder / ADAPTER_CONFIG)) from error

@@ -30,7 +30,7 @@ from smelt.models.quantization_config import (
 )
 from smelt.models.text_rules import MODULES_FILE, NO_LIMIT, position_limit, read_sentence_rules
 from smelt.models.weight_files import has_weights
-from smelt.pipeline.inspect.find_model import fetch_config_folder, fetch_folder, local_model_folder
+from smelt.pipeline.inspect.find_model import fetch_adapter, fetch_config_folder, local_model_folder
 from smelt.pipeline.inspect.model_folder import (
     check_model_folder,
     read_config,
@@ -166,7 +166,7 @@ class ModelInfo:
 def inspect_model(model: str, task: Task | None = None, base: Path | None = None) -> ModelInfo:
     """Return the properties of `model`, a folder or a hub id; of the latter only the config is downloaded.
 
-    An adapter on the hub, and the base model of an adapter, are downloaded whole.
+    An adapter on the hub is downloaded whole; of its base model only the config.
 
     Raises:
         InputError: the model is not supported, or not for `task`.
@@ -174,9 +174,10 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
     parent = base or Path.cwd()
     folder = local_model_folder(model, parent)
     config_folder = folder or fetch_config_folder(model, parent)
-    if folder is None and is_adapter(config_folder):
-        folder = config_folder = fetch_folder(model, parent)
     config, problems = read_config(config_folder) if config_folder.is_dir() else ({}, [])
+    if folder is None and is_adapter(config_folder):  # it has no config.json
+        folder, config = fetch_adapter(model, parent)
+        config_folder, problems = folder or config_folder, []
     family = str(config.get("model_type", ""))
     tasks = tuple(t for t, families in FAMILIES_BY_TASK.items() if family in families)
     if config and not tasks:

@@ -179,6 +179,17 @@ def merge_adapter(adapter: PeftAdapter, base: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
+def merged_config(adapter: PeftAdapter, base: Path) -> dict[str, Any]:
+    """Return the config that the merged model will have. base: folder with the config of the base model."""
+    config = read_json_object(base / "config.json")
+    if not adapter.head or adapter.num_labels is None:
+        return config
+    base_class = str((config.get("architectures") or [""])[0])
+    family_name = re.sub(r"(For\w+|Model)$", "", base_class)
+    labels = dict(enumerate(_labels(adapter, base)))
+    return {**config, "architectures": [f"{family_name}{adapter.head}"], "id2label": labels}
+
+
 def _labels(adapter: PeftAdapter, base: Path) -> list[str]:
     """Return the names of the outputs of the head: `id2label` in a config.json of the adapter or its base.
 

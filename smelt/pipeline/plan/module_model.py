@@ -234,6 +234,7 @@ def _layers_config(
         "source_hash": source_hash,
         "fixed_layers": [f"{MODULE_PREFIX}.{name}" for name in run.fixed_layers],
         "linear_layers": sum(isinstance(layer, nn.Linear) for layer in layers) - len(run.output_layers),
+        "linear_output_layers": len(run.output_layers),
         "convolutions": sum(isinstance(layer, nn.Conv2d) for layer in layers),
     }
 

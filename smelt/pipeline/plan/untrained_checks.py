@@ -160,7 +160,9 @@ def _tokenizer_errors(context: CheckContext, model: UntrainedModel, kind: str) -
 
 
 def _check_training_order(context: CheckContext) -> Iterator[Finding]:
-    if not any(step.stage_class.trains_weights for step in context.steps):
+    # of a step with invalid settings the stage is known; it is missing from context.steps
+    stage_classes = [draft.stage_class for draft in context.drafts.values() if draft.stage_class]
+    if not any(stage_class.trains_weights for stage_class in stage_classes):
         stage_list = " or ".join(training_stages())
         text = f"the model has random weights and no step trains it. Add {stage_list}."
         yield ("stages",), error_message("untrained-model", text)

@@ -123,8 +123,10 @@ def emit_block_lookup(matrix: PackedMatrix, ids: Tensor) -> Tensor:
 
 GRANULARITY_DESCRIPTION = "the weights that share a scale"
 _TENSOR = "tensor"
-GRANULARITY = SchemeOption("granularity", "channel", ("channel", _TENSOR), GRANULARITY_DESCRIPTION)
-SYMMETRIC = replace(groupwise.SYMMETRIC, allowed=(True, False))
+GRANULARITY = SchemeOption(
+    "granularity", "channel", ("channel", _TENSOR), GRANULARITY_DESCRIPTION, own_only=True
+)
+SYMMETRIC = replace(groupwise.SYMMETRIC, allowed=(True, False), own_only=True)
 # the zero points of asymmetric weights among the stored tensors, and in a graph, one for all
 ZEROS, SHARED_ZERO = "zeros", "zero"
 # the name in a graph of the scale of a whole matrix

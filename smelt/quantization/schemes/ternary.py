@@ -156,7 +156,9 @@ _DIGITS = 5
 # tables by the bits of their output codes
 _TABLES = {2: "TwoBitsOfDigits", 4: "NibblesOfDigits", 8: "BytesOfDigits"}
 _CHANNEL = "channel"
-TERNARY_GRANULARITY = SchemeOption("granularity", "group", ("group", _CHANNEL), GRANULARITY_DESCRIPTION)
+TERNARY_GRANULARITY = SchemeOption(
+    "granularity", "group", ("group", _CHANNEL), GRANULARITY_DESCRIPTION, own_only=True
+)
 
 
 class Ternary(_TwoBitScheme):

@@ -12,7 +12,7 @@ from smelt.models.checkpoint import load_model
 from smelt.models.edits import replace_module
 from smelt.pipeline.plan.load_plan import load_plan
 from tests.support.expected_errors import message_locations, raises_code, raises_setting_codes
-from tests.support.models import user_modules
+from tests.support.models import text_modules, user_modules
 
 PAIRS = {"network.stem": "network.stem", "network.blocks.2": "network.blocks.0"}
 
@@ -140,6 +140,55 @@ def test_plan_refuses_unknown_modules_and_numbers_of_layers(tmp_path, layer_map,
     assert hint in str(refused.value)
     setting = "losses" if layer_map == "uniform" else "layer_map"
     assert {each[1] for each in message_locations(refused.value.messages)} == {f"stages[0].distill.{setting}"}
+
+
+TEXT_PAIRS = {"network.embed": "network.embed", "network.convs.1": "network.convs.1"}
+
+
+@torch.no_grad()
+def test_loss_of_texts_is_mse_at_their_tokens(tmp_path):
+    """embed returns [B, L, C], convs [B, C, L]; the second text is shorter by three tokens."""
+    text_modules.write_module(tmp_path)
+    folder = load_plan(text_modules.write_recipe(tmp_path)).local_model
+    student, teacher = load_model(folder)[0], load_model(folder)[0]
+    teacher.network.embed.weight.mul_(1.5)
+    teacher.network.convs[1].weight.mul_(0.5)
+    ids = torch.randint(5, 20, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(2, dtype=torch.long)}
+    chosen = settings(TEXT_PAIRS)
+    inner = make_inner_losses(student, teacher, chosen, 3, folder)
+    with inner.capture():
+        terms = DistillObjective(teacher, chosen, inner)(student, batch)
+    outputs = []
+    for network in (student.network, teacher.network):
+        embedded = network.embed(ids)
+        hidden = network.convs[1](embedded.transpose(1, 2).masked_fill(mask[:, None] == 0, 0))
+        both = (embedded, hidden.transpose(1, 2))
+        outputs.append([torch.cat([states[0], states[1, :4]]) for states in both])  # the tokens
+    expected = 2.0 * sum(float(nn.MSELoss()(ours, theirs)) for ours, theirs in zip(*outputs, strict=True))
+    assert expected > 1e-3
+    assert float(terms["hidden_states"].value) == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_module_learns_hidden_states_by_name(tmp_path):
+    text_modules.write_module(tmp_path)
+    stage = (
+        "distill: {losses: {logits: 1, labels: 0.5, hidden_states: 1.0}, max_steps: 2, num_evals: 1,"
+        " layer_map: {network.convs.0: network.convs.0}}"
+    )
+    report = smelt.run(text_modules.write_recipe(tmp_path, stages=(stage,)), out=tmp_path / "run").report
+    details = report["steps"][1]["details"]["training"]
+    assert set(details["train_losses"]) == {"hidden_states", "labels", "logits"}
+
+
+def test_numbers_of_layers_are_refused_in_a_text_module(tmp_path):
+    text_modules.write_module(tmp_path)
+    stage = "distill: {losses: {logits: 1, hidden_states: 1.0}}"
+    with raises_code("does-not-fit-model", InputError) as refused:
+        load_plan(text_modules.write_recipe(tmp_path, stages=(stage,)))
+    assert "network." in str(refused.value)
 
 
 def test_pruned_student_learns_hidden_states_of_the_dense_module(tmp_path):

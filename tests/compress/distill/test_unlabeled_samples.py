@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from smelt.compress.distill.objective import DistillObjective
 from smelt.compress.distill.settings import DistillSettings
 from smelt.compress.distill.stage import Distill
-from smelt.core.messages import message_codes
-from smelt.data.labels import MULTI_LABEL, NO_CLASS
+from smelt.data.labels import MULTI_LABEL, NO_CLASS, NO_LABEL, REGRESSION, SINGLE_LABEL
 from smelt.data.splits import Example, Split
 from smelt.models.checkpoint import load_model
+from smelt.tasks.samples import classifier_targets
 from tests.support import harness
 from tests.support.expected_errors import raises_setting_codes
 from tests.support.models import embedders, tiny
@@ -43,8 +44,6 @@ def test_classifier_learns_teacher_labels_of_unlabeled_texts(tmp_path, rows, see
 
 def test_labels_of_some_samples_add_their_cross_entropy(tmp_path):
     """Of three samples two have labels: KL of three and cross-entropy of two, both divided by three."""
-    from smelt.compress.distill.objective import DistillObjective
-
     torch.manual_seed(0)
     student, teacher = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
     labels = torch.tensor([1, NO_CLASS, 0])
@@ -69,16 +68,56 @@ def test_labels_of_some_samples_add_their_cross_entropy(tmp_path):
     assert float(none.value.detach()) == pytest.approx(float(0.7 * divergence.detach()), rel=1e-5)
 
 
-def test_classifier_learns_labels_of_labeled_texts_and_teacher_of_all(tmp_path):
+def bernoulli_divergence(teacher, student):
+    """Return KL of two-class distributions from torch's own, mean over samples and classes."""
+    one, other = (torch.distributions.Bernoulli(logits=z) for z in (teacher, student))
+    return torch.distributions.kl_divergence(one, other).mean()
+
+
+@pytest.mark.parametrize("problem", [MULTI_LABEL, REGRESSION])
+def test_numbers_of_some_samples_add_their_loss(problem, tmp_path):
+    """Of three samples two have labels: the teacher's loss of three, that of labels of two divided by 3."""
+    torch.manual_seed(0)
+    size = 2 if problem == MULTI_LABEL else 1
+    names = {"num_labels": size, "problem_type": problem}
+    model, big = (load_model(tiny.write_bert(tmp_path / name, **names))[0] for name in "mb")
+    examples = [Example("x", label=1), Example("y", label=NO_LABEL), Example("z", label=0)]
+    labels = torch.tensor(classifier_targets(examples, model.config))
+    student, teacher = torch.randn(3, size, requires_grad=True), torch.randn(3, size)
+    settings = DistillSettings(train_on="both", temperature=2.0, losses={"logits": 0.7, "labels": 0.4})
+    objective = DistillObjective(big, settings)
+    outputs = {id(model): student, id(big): teacher}
+    objective._run_model = lambda called, batch: outputs[id(called)]
+    term = objective(model, {"labels": labels})["outputs"]
+    if problem == MULTI_LABEL:
+        bits = torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # of the labels 1 and 0
+        label_loss = F.binary_cross_entropy_with_logits(student[[0, 2]], bits, reduction="sum") / 6
+        teacher_loss = 4 * bernoulli_divergence(teacher / 2, student / 2)
+    else:
+        label_loss = F.mse_loss(student[[0, 2]], torch.tensor([[1.0], [0.0]]), reduction="sum") / 3
+        teacher_loss = F.mse_loss(student, teacher)
+    expected = 0.7 * teacher_loss + 0.4 * label_loss
+    assert float(term.value.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    gradient, wanted = (torch.autograd.grad(loss, student)[0] for loss in (term.value, expected))
+    assert gradient.allclose(wanted, atol=1e-6)
+    none = objective(model, {"labels": torch.full_like(labels, float("nan"))})["outputs"]
+    assert float(none.value.detach()) == pytest.approx(float(0.7 * teacher_loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("problem", [SINGLE_LABEL, MULTI_LABEL, REGRESSION])
+def test_classifier_learns_labels_of_labeled_texts_and_teacher_of_all(problem, tmp_path):
     """The teacher knows nothing: only labels can bring the loss on them down."""
+    size = 1 if problem == REGRESSION else 2
+    names = {"num_labels": size, "problem_type": problem}
     settings = DistillSettings.model_validate(
         SHORT | {"train_on": "both", "losses": {"logits": 0.1, "labels": 1.0}, "teacher": "big"}
     )
     data = {"train": LABELED, "unlabeled": TEXTS, "validation": LABELED}
-    teacher = tiny.as_artifact(tiny.write_bert(tmp_path / "big", seed=1), "text-classification")
+    teacher = tiny.as_artifact(tiny.write_bert(tmp_path / "big", seed=1, **names), "text-classification")
+    student = tiny.write_bert(tmp_path / "m", seed=2, **names)
     ctx = harness.run_stage(
-        Distill(), settings, tiny.write_bert(tmp_path / "m", seed=2), tmp_path / "o/out",
-        "text-classification", data=data, ancestors={"big": teacher},
+        Distill(), settings, student, tmp_path / "o/out", "text-classification", data=data,
+        ancestors={"big": teacher},
     )  # fmt: skip
     training = ctx.details["training"]
     assert training["rows"] == len(LABELED) + len(TEXTS)
@@ -87,12 +126,10 @@ def test_classifier_learns_labels_of_labeled_texts_and_teacher_of_all(tmp_path):
     assert end < 0.8 * start
 
 
-def test_labels_of_some_samples_without_single_label_classifier_are_rejected(tmp_path):
+def test_labels_of_some_samples_with_several_teachers_are_rejected():
     losses = {"logits": 1.0, "labels": 0.5}
     settings = DistillSettings(train_on="both", losses=losses)
     assert not Distill.check_rows(settings, "text-classification", {"unlabeled": TEXTS})
-    config = {"model_type": "bert", "num_hidden_layers": 2, "problem_type": MULTI_LABEL}
-    assert message_codes(Distill.check_model(settings, config)[0]) == ["missing-labels"]
     with raises_setting_codes("settings-conflict"):
         DistillSettings(train_on="both", losses=losses, teacher=["a", "b"])
 

@@ -56,6 +56,23 @@ def test_granularity_applies_to_schemes_that_support_it(options, taken):
     assert {name: settings.scheme_options(name)["granularity"] for name in taken} == taken
 
 
+@pytest.mark.parametrize(("options", "table", "taken"), [
+    ({"scheme": "int4", "symmetric": False, "embedding_scheme": "int8-dynamic"}, "int8-dynamic",
+     {"symmetric": True, "granularity": "channel"}),
+    ({"scheme": "int8-static", "granularity": "tensor", "symmetric": False,
+      "embedding_scheme": "int8-dynamic"}, "int8-dynamic", {"symmetric": True, "granularity": "channel"}),
+    ({"scheme": "int8-static", "granularity": "tensor"}, "int8-static", {"granularity": "tensor"}),
+    ({"scheme": "int2", "symmetric": False}, "int4", {"symmetric": False}),  # of the same kind of groups
+    ({"scheme": "binary", "symmetric": False}, "int8-dynamic", {"symmetric": False}),  # binary has none
+])  # fmt: skip
+def test_options_of_linear_layers_do_not_reach_int8_embeddings_of_another_scheme(options, table, taken):
+    settings = QuantizeSettings(**options)
+    assert settings.resolved_embedding_scheme == table
+    assert taken.items() <= settings.scheme_options(table).items()
+    linear = settings.scheme_options(settings.scheme)
+    assert all(linear[name] == value for name, value in options.items() if name in linear)
+
+
 def test_effective_options_are_in_key():
     plain = QuantizeSettings(scheme="int4").model_dump()
     assert plain["embedding_scheme"] is None

@@ -1,5 +1,7 @@
 """The formats of one captured program: another process opens the file, without smelt, and agrees."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -19,7 +21,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.export.package.package_format import PackageOrigin
-from smelt.export.package.torch_program import TorchProgram, TorchProgramFormat
+from smelt.export.package.torch_program import TorchProgram, TorchProgramFormat, answer_code
 from smelt.generation.backend import Batch
 from smelt.runtimes.images import ImageBatch
 from smelt.runtimes.registry import open_folder
@@ -125,7 +127,7 @@ def require_extra(name):
 
 
 def input_names(folder):
-    return json.loads(re.search(r"for name in (\[.*?\])", (folder / "README.md").read_text())[1])
+    return json.loads(re.search(r"names = (\[.*?\])", (folder / "README.md").read_text())[1])
 
 
 # a process that imports torch takes 4 s
@@ -240,7 +242,7 @@ def test_readme_command_answers(lists_token_types, tmp_path):
         cwd=folder, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "tensor([[" in done.stdout
+    assert re.search(r"^LABEL_\d \[\[", done.stdout)
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGES))
@@ -255,7 +257,7 @@ def test_missing_package_is_an_error_with_the_extra(name, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["ncnn", "litert"])
-def test_example_of_the_package_prints_the_logits_of_its_text(name, tmp_path):
+def test_example_of_the_package_prints_class_and_logits_of_its_text(name, tmp_path):
     require_extra(name)
     artifact = torch_artifact("classifier")
     folder = package_artifact(artifact, format=name, out=tmp_path / "package").folder
@@ -263,6 +265,7 @@ def test_example_of_the_package_prints_the_logits_of_its_text(name, tmp_path):
         [sys.executable, "example.py"], cwd=folder, capture_output=True, text=True, check=True, timeout=300
     )
     printed = [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", done.stdout)]
+    assert done.stdout.startswith(f"LABEL_{np.argmax(printed)} ")
     ids = np.array([AutoTokenizer.from_pretrained(folder)("A text.")["input_ids"]])
     with open_folder(artifact, "torch", None, 1) as runner:
         expected = runner.forward(unpadded(ids))
@@ -291,6 +294,44 @@ def test_example_of_the_package_prints_the_logits_of_its_image(name, tmp_path):
     with open_folder(artifact, "torch", None, 1) as runner:
         expected = runner.forward(batch)
     np.testing.assert_allclose(printed, expected[0], atol=1e-4)
+    names = json.loads((folder / "config.json").read_text())["id2label"]
+    assert done.stdout.startswith(names[str(expected[0].argmax())])
+
+
+def run_answer(config, task, output, tmp_path, **variables):
+    """Run the lines that print `output` in a folder with this config.json; return what they print."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"} | config))
+    printed = io.StringIO()
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(printed):
+        exec(answer_code(task, tmp_path), {"output": np.float32(output), **variables})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("problem", "output", "expected"),
+    [
+        ("single_label_classification", [[-2, 0.5, 2]], "c ["),
+        ("multi_label_classification", [[0.5, -1, 2]], "['a', 'c'] ["),
+    ],
+)
+def test_answer_of_an_example_names_the_classes(problem, output, expected, tmp_path):
+    config = {"problem_type": problem, "id2label": {"0": "a", "1": "b", "2": "c"}}
+    assert run_answer(config, "text-classification", output, tmp_path).startswith(expected)
+
+
+def test_answer_of_a_regression_example_is_a_number(tmp_path):
+    config = {"problem_type": "regression", "id2label": {"0": "LABEL_0"}}
+    assert run_answer(config, "text-classification", [[1.5]], tmp_path) == "[[1.5]]\n"
+
+
+def test_answer_of_a_tagger_example_has_a_class_for_each_token(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(torch_artifact("tagger"))
+    inputs = tokenizer(["a man"], return_tensors="np", padding="max_length", max_length=6)
+    output = np.eye(2)[[[0, 1, 0, 0, 0, 0]]]  # the second token, which is the first of the text
+    config = {"id2label": {"0": "O", "1": "B-PER"}}
+    printed = run_answer(config, "token-classification", output, tmp_path, tokenizer=tokenizer, inputs=inputs)
+    lines = [line.split()[-1] for line in printed.splitlines()]
+    assert lines == ["B-PER", *["O"] * (inputs["attention_mask"].sum() - 3)]
 
 
 @pytest.mark.parametrize("name", ["torch-export", "executorch", "litert", "ncnn"])

@@ -11,6 +11,7 @@ import yaml
 
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
+from smelt.data.labels import class_names
 from smelt.models.checkpoint import load_model
 from smelt.pipeline.inspect.find_model import fetch_model, local_model_folder
 from smelt.pipeline.inspect.model_info import inspect_model
@@ -267,20 +268,34 @@ def test_revision_of_the_adapter_selects_the_base(tmp_path: Path, hub_cache: Pat
     torch.testing.assert_close(harness.logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_inspecting_a_hub_adapter_reads_only_the_config_of_its_base(tmp_path: Path, hub_cache: Path) -> None:
+    """The head and its number of labels are the adapter's; `smelt init` asks for no weights."""
+    _, base = cache_adapter(tmp_path, hub_cache)
+    merged = inspect_model("user/adapter", base=tmp_path)
+    (base / "model.safetensors").unlink()
+    config = json.loads((base / "config.json").read_text())
+    encoder = {"architectures": ["BertModel"], "id2label": None}
+    (base / "config.json").write_text(json.dumps(config | encoder))
+    info = inspect_model("user/adapter", base=tmp_path)
+    assert info.folder is None
+    assert info.parameters is None
+    assert (info.task, info.needs_classifier) == ("text-classification", False)
+    assert info.config["architectures"] == merged.config["architectures"]
+    assert class_names(info.config) == class_names(merged.config)
+
+
 @pytest.mark.parametrize("has_config", [False, True])
 def test_error_of_a_hub_adapter_names_its_missing_base(
     tmp_path: Path, hub_cache: Path, has_config: bool
 ) -> None:
-    """`smelt init` of a hub id downloads its config only."""
     _, base = cache_adapter(tmp_path, hub_cache)
     if has_config:
         (base / "model.safetensors").unlink()
     else:
         base.rename(tmp_path / "gone")
-    for ask in (
-        lambda: inspect_model("user/adapter", base=tmp_path),
-        lambda: fetch_model("user/adapter", tmp_path, None),
-    ):
+    asks = [lambda: fetch_model("user/adapter", tmp_path, None)]
+    asks += [] if has_config else [lambda: inspect_model("user/adapter", base=tmp_path)]
+    for ask in asks:
         with raises_code("not-in-hub-cache", InputError) as caught:
             ask()
         assert all(name in str(caught.value) for name in ("user/adapter", "org/base", "HF_HUB_OFFLINE"))

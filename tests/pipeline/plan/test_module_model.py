@@ -5,6 +5,7 @@ import pickle
 import re
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from smelt.core.errors import InputError
@@ -161,6 +162,51 @@ def test_stages_that_need_blocks_are_refused(function, stage, folder):
 def test_scheme_of_linear_layers_is_refused_if_there_is_only_the_output_layer(scheme, folder):
     with raises_code("only-output-layer", InputError):
         load_plan(user_modules.write_recipe(folder, "cnn", (f"quantize: {{scheme: {scheme}}}",)))
+
+
+@pytest.mark.parametrize(("network", "setting"), [("unlayered", ""), ("head_only", ", output_layer: false")])
+def test_module_without_a_layer_to_quantize_is_refused(network, setting, tmp_path):
+    folder = user_modules.write_module(tmp_path)
+    quantize = "quantize: {scheme: int8-static" + setting + "}"
+    code = (folder / "nets.py").read_text()
+    (folder / "nets.py").write_text(code + UNLAYERED)
+    save_file({"scale": torch.ones(3), "bias": torch.zeros(2)}, folder / "unlayered.safetensors")
+    head = {"head.weight": torch.ones(2, 3), "head.bias": torch.zeros(2)}
+    save_file(head, folder / "head_only.safetensors")
+    with raises_code("no-layer-selected", InputError):
+        load_plan(user_modules.write_recipe(folder, network, (quantize,)))
+    if network == "head_only":
+        load_plan(user_modules.write_recipe(folder, network, ("quantize: {scheme: int8-static}",)))
+
+
+UNLAYERED = """
+
+class Unlayered(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.bias = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, images):
+        return (images.mean((2, 3)) * self.scale).sum(1, keepdim=True) + self.bias
+
+
+class HeadOnly(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 2)
+
+    def forward(self, images):
+        return self.head(images.mean((2, 3)))
+
+
+def unlayered():
+    return Unlayered()
+
+
+def head_only():
+    return HeadOnly()
+"""
 
 
 def test_pruning_without_torch_pruning_is_refused(folder, monkeypatch):

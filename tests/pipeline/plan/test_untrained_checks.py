@@ -66,6 +66,16 @@ def test_invalid_untrained_recipes_are_rejected(home, change):
     assert fragment in errors[0].message
 
 
+def test_invalid_settings_of_the_only_training_are_the_only_error(home):
+    """Losses on inner states with two teachers make the whole step invalid, and it trains nevertheless."""
+    untrained = CLASSIFIER.split("stages:")[0]
+    stage = "distill: {teacher: [{model: a}, {model: b}], losses: {hidden_states: 1}}"
+    (home / "recipe.yaml").write_text(f"{untrained}stages: [{stage}]\n")
+    with pytest.raises(InputError) as excinfo:
+        load_plan(home / "recipe.yaml")
+    assert [error.code for error in excinfo.value.messages] == ["several-teachers"]
+
+
 PROMPTED = """
 model: {config: gpt2.json, tokenizer: {train: bpe, vocab_size: 300}}
 task: text-generation

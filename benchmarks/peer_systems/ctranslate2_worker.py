@@ -60,7 +60,7 @@ def serve(job: Job) -> Opened:
     version = f"CTranslate2 {ctranslate2.__version__}"
     variant = job["variant"].removesuffix(MAP)
     has_map = variant != job["variant"]
-    folder: str = job["files"] if has_map else job.get("from", job["files"])
+    folder: str = job["from"] if "from" in job and not has_map else job["files"]
     translator = ctranslate2.Translator(
         folder,
         device="cpu",

@@ -9,7 +9,8 @@
 
 Environments, models and what each system makes of them lie in --envs and are kept between calls, results in
 --results: a file for each system and case, which is not measured again as long as it is there (--again). A
-word of --only selects the cases or systems whose name holds it; smelt's own are always run beside them.
+word of --only selects the cases or systems whose name holds it; smelt's own of the same precision are always
+run beside them.
 
 A round gives each system in turn the same rows; it works in its own process and is blocked on a pipe when it
 is not its turn. Processor time counts (clock beside it), and the ratio is of the two times of one round. The
@@ -23,7 +24,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,8 @@ def measure(bench: Bench, case: Case, systems: list[System], asked: list[System]
     if not new:
         return
     names = {one.name for one in new}
-    chosen = [one for one in systems if one.is_smelt or one.name in names]
+    precisions = {one.precision for one in new}
+    chosen = [one for one in systems if one.name in names or (one.is_smelt and one.precision in precisions)]
     if case.workers > 1:
         chosen = [one for one in chosen if one.has_workers]
         names &= {one.name for one in chosen}
@@ -195,6 +198,21 @@ def _rounds(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[
             results[name].rounds.append({"cpu_s": one["cpu_s"], "wall_s": one["wall_s"], "ours": beside})
         results[name].version = workers[name].version
         results[name].quality = quality(case, system_answers[-1]["results"], expected, targets)
+    if case.work == "marian" and case.batch == max(one.batch for one in cases_of(case.work, case.rows)):
+        _score(bench, case, workers, results)
+
+
+def _score(bench: Bench, case: Case, workers: dict[str, Worker], results: dict[str, Result]) -> None:
+    """Set BLEU of more sentences than a round has: once for each search, in the largest batches."""
+    fed, targets = _round_inputs(bench, replace(case, rows=bench.options.scored))
+
+    def score(name: str) -> None:
+        outputs = workers[name].ask(case_request(case), fed)["results"]
+        results[name].quality = quality(case, outputs, None, targets)
+        results[name].scored = len(outputs)
+
+    for name in workers:
+        _run_or_record_failure(results, name, lambda one=name: score(one))
 
 
 def _round_inputs(bench: Bench, case: Case) -> tuple[list[list[Any]], list[Any]]:
@@ -238,9 +256,16 @@ def table(bench: Bench) -> str:
                 rows = max(one.texts for one in cases[case.title])
                 notes[case.title] = (
                     f"{rows} rows a round; times are of one {case.unit}, median [lowest, highest]."
+                    f"{scored_note(cases[case.title])}"
                 )
     machine = f"{cpu_model()}, {os.cpu_count()} cores."
     return f"{machine}\n\n{draw_tables(cases, notes)}\nVersions:\n\n{version_list(cases)}"
+
+
+def scored_note(results: Sequence[Result]) -> str:
+    """Return how many rows BLEU is of, where it is not of a round's."""
+    counts = sorted({one.scored for one in results if one.scored})
+    return f" BLEU is of {' and '.join(map(str, counts))} rows." if counts else ""
 
 
 def _index_or_end(name: str, known: list[str]) -> int:
@@ -260,6 +285,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sst2", type=Path, help="folder of a BERT fine-tuned on SST-2; not run without it")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sentences", type=int, default=64, help="of marian, a round")
+    parser.add_argument("--scored", type=int, default=1000, help="of marian, for BLEU")
     parser.add_argument("--minutes", type=float, default=30, help="for one installation, or one making")
     parser.add_argument("--again", action="store_true", help="measure what was measured already")
     parser.add_argument("--table", action="store_true", help="draw the tables, measure nothing")

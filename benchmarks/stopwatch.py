@@ -175,7 +175,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Compare the report's latency of ARTIFACT with a stopwatch."""
-    from smelt.api.timing import STANDARD_TEXTS, read_texts
+    from smelt.api.timing import STANDARD_TEXTS, read_samples
     from smelt.core.artifact import read_artifact
     from smelt.evaluate.latency import LatencySettings
 
@@ -188,7 +188,7 @@ def main(
         new_tokens=lengths[1],
     )
     task = read_artifact(artifact).manifest.task
-    chosen = read_texts(data, task) if data else list(STANDARD_TEXTS)
+    chosen = [sample.text for sample in read_samples(data, task)] if data else list(STANDARD_TEXTS)
     comparison = compare(artifact.resolve(), chosen, settings, max_new_tokens)
     if as_json:
         click.echo(json.dumps(comparison))

@@ -14,7 +14,7 @@ from peer_systems.worker import Case, Job, Opened, Rows, main
 RECIPE = """
 model: {model}
 task: {task}
-data: {{test: {data}, validation: {data}, calibration: {data}}}
+data: {{train: {train}, test: {data}, validation: {data}, calibration: {data}}}
 stages: {stages}
 score: {{latency: false{more}}}
 """
@@ -24,6 +24,7 @@ TASKS = {
     "bert": "text-classification",
     "llama": "language-modeling",
 }
+SHORTLIST = "-shortlist"
 ONNX = {
     "": {"target": "ort-cpu"},
     "openvino": {"target": "openvino"},
@@ -32,11 +33,13 @@ ONNX = {
 
 
 def make(job: Job) -> None:
-    """Run a recipe: quantize where the variant, SCHEME or SCHEME@TARGET, asks for it, then the onnx stage."""
+    """Run a recipe: the stages of the variant (SCHEME, SCHEME-shortlist or SCHEME@TARGET), then onnx."""
     import smelt
 
-    scheme, _, target = job["variant"].partition("@")
-    steps: list[Any] = [] if scheme == "fp32" else [{"quantize": {"scheme": scheme}}]
+    scheme, _, target = job["variant"].removesuffix(SHORTLIST).partition("@")
+    has_shortlist = job["variant"].endswith(SHORTLIST)
+    steps: list[Any] = [{"shortlist": {}}] if has_shortlist else []
+    steps += [] if scheme == "fp32" else [{"quantize": {"scheme": scheme}}]
     steps.append({"onnx": ONNX[target], "name": "made"})
     files = Path(job["files"])
     files.mkdir(parents=True, exist_ok=True)
@@ -46,12 +49,16 @@ def make(job: Job) -> None:
             model=job["model"],
             task=TASKS[job["work"]],
             data=job["data"],
+            train=Path(job["data"]).with_name("train.jsonl.gz") if has_shortlist else job["data"],
             stages=json.dumps(steps),
             more=", generation: {max_new_tokens: 8}" if job["work"] in ("marian", "opus") else "",
         ),
         encoding="utf-8",
     )
-    result = smelt.run(recipe, out=files / "run", limit=job.get("limit", 32), quiet=True)
+    limit = (
+        None if has_shortlist else job.get("limit", 32)
+    )  # it would also limit what the shortlist learns from
+    result = smelt.run(recipe, out=files / "run", limit=limit, quiet=True)
     if result.exit_code:
         raise SystemExit(f"{recipe} ended with {result.exit_code}; see {files / 'run' / 'report.md'}.")
 

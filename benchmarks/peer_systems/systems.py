@@ -34,8 +34,9 @@ class System:
     """A row of the table.
 
     environment: a name of `ENVIRONMENTS`, or "smelt" for the Python that runs peers.py.
-    precision: fp32, int8 or int4: which artifact of smelt it is set beside. begins_with: the system
-    whose files it makes its own of. artifact: one of smelt's that was made elsewhere.
+    precision: fp32, int8 or int4, with ", shortlist" where the source text restricts the output vocabulary:
+    which artifact of smelt it is set beside. begins_with: the system whose files it makes its own of.
+    artifact: one of smelt's that was made elsewhere.
     """
 
     work: str
@@ -60,6 +61,8 @@ class System:
 def _smelt(work: str) -> list[System]:
     """smelt's: SCHEME in ONNX Runtime, or SCHEME@TARGET. bf16 is set beside fp32, as the peers' is."""
     variants = {"fp32": "fp32", "int8-dynamic": "int8"}
+    if work == "marian":
+        variants |= {f"{scheme}-shortlist": f"{kind}, shortlist" for scheme, kind in variants.items()}
     if work in ("bert", "sst2"):
         variants |= {"int8-static": "int8", "fp32@openvino-bf16": "fp32"}
         variants |= {"int8-static@openvino": "int8", "int8-static@openvino-bf16": "int8"}
@@ -80,12 +83,20 @@ def _torch(work: str, compiled: bool = False) -> list[System]:
 
 
 def _ctranslate2(work: str) -> list[System]:
-    return [
-        System(work, "ctranslate2-fp32", "ctranslate2", "ctranslate2_worker", "float32", "fp32"),
-        System(
-            work, "ctranslate2-int8", "ctranslate2", "ctranslate2_worker", "int8", "int8", "ctranslate2-fp32"
-        ),
+    name, worker, first = "ctranslate2", "ctranslate2_worker", "ctranslate2-fp32"
+    systems = [
+        System(work, first, name, worker, "float32", "fp32"),
+        System(work, "ctranslate2-int8", name, worker, "int8", "int8", first),
     ]
+    if work != "marian":
+        return systems
+    return systems + [
+        System(
+            work, f"{one.name}-vmap", name, worker, f"{one.variant}-vmap", f"{one.precision}, shortlist",
+            "smelt-fp32-shortlist",
+        )
+        for one in systems
+    ]  # fmt: skip
 
 
 def _optimum(work: str) -> list[System]:

@@ -13,8 +13,8 @@ class Result:
     """One system in one case.
 
     rounds: for each round `cpu_s` and `wall_s` of this system, and `ours`: the processor seconds in the
-    same round of each artifact of smelt, by its name. texts: how many rows a round held. missing: why
-    nothing was measured.
+    same round of each artifact of smelt, by its name. texts: how many rows a round held. scored: how many
+    rows the quality is of, if not of a round's. missing: why nothing was measured.
     """
 
     system: str
@@ -25,6 +25,7 @@ class Result:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     quality: str = ""
     missing: str = ""
+    scored: int = 0
 
     def ms(self, kind: str = "cpu_s") -> float:
         """Return the median of the rounds, ms for each row."""
@@ -65,7 +66,7 @@ def _row(result: Result, results: Sequence[Result]) -> str:
 def fastest_text(results: Sequence[Result]) -> str:
     """Return a sentence on the fastest of the peers and of smelt, by precision and altogether."""
     sentences = []
-    for kind in ("fp32", "int8", "int4", "any"):
+    for kind in ("fp32", "fp32, shortlist", "int8", "int8, shortlist", "int4", "any"):
         candidates = [one for one in results if one.rounds and kind in (one.precision, "any")]
         ours = [one for one in candidates if one.ours]
         theirs = [one for one in candidates if not one.ours]

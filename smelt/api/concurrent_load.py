@@ -28,18 +28,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.api.timing import open_artifacts, timing_texts
+from smelt.api.timing import open_artifacts, timing_samples
 from smelt.core.artifact import Artifact, default_threads
 from smelt.core.errors import InputError, RunError, SmeltError, TruncationWarning
 from smelt.core.messages import error_message, messages_to_json
 from smelt.core.system import child_environment, python_command
+from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 from smelt.stage import Progress, no_progress
 from smelt.tasks.registry import task_spec
 
 if TYPE_CHECKING:
-    from smelt.api.load import Model
+    from smelt.api.load import Model, TextOrPair
 
 _WIDTH = 80
 _SERVICE_FILE = "serve.py"
@@ -49,7 +50,7 @@ _PERCENTILES = (50, 95, 99)
 # of each caller in a round, so that the queue is not only being filled and emptied
 _LEAST_REQUESTS = 4
 
-Call = Callable[[str], None]
+Call = Callable[["TextOrPair"], None]
 """Answers one text; raises a SmeltError if it cannot."""
 Target = Callable[[], AbstractContextManager[Call]]
 """Opens what one caller needs."""
@@ -101,19 +102,19 @@ def measure_load(
     folders: Sequence[Path],
     settings: LoadSettings,
     data: Path | None = None,
-    column: str | None = None,
+    columns: Sequence[str] = (),
     generation: Mapping[str, Any] | None = None,
     device: str = "auto",
     progress: Progress = no_progress,
     trust_engine: bool = False,
 ) -> dict[str, Any]:
-    """Measure the artifacts in `folders` under concurrent requests of one text each.
+    """Measure the artifacts in `folders` under concurrent requests of one text or pair of texts each.
 
     Args:
         folders: artifacts of one task; with `settings.http`, standalone packages, whose code is run.
         settings: see `LoadSettings`.
         data: as in `smelt.api.timing.time_artifacts`.
-        column: name of the column with the texts, if not that of a recipe.
+        columns: as in `smelt.api.timing.time_artifacts`.
         generation: settings of `GenerationSettings`; a package has its own.
         device: auto, cpu or cuda.
         progress: called after every round.
@@ -134,7 +135,7 @@ def measure_load(
     task = next(iter(artifacts.values())).manifest.task
     _require_measurable(artifacts, task, settings, generation)
     first = next(iter(artifacts.values()))
-    with timing_texts(data, task, column, first, LatencySettings()) as (texts, _), ExitStack() as stack:
+    with timing_samples(data, task, columns, first, LatencySettings()) as (examples, _), ExitStack() as stack:
         targets: dict[str, Target] = {}
         errors: dict[str, SmeltError] = {}
         for name, artifact in artifacts.items():
@@ -145,11 +146,12 @@ def measure_load(
                 )
             except SmeltError as error:
                 errors[name] = error
-        sent_texts = [texts[i] for i in spread_over_lengths(texts, settings.texts)]
-        rows = _measure_targets(targets, sent_texts, settings, errors, progress)
+        indices = spread_over_lengths([example.text for example in examples], settings.texts)
+        sent = [_input_of(examples[index], task) for index in indices]
+        rows = _measure_targets(targets, sent, settings, errors, progress)
     return {
         "task": task,
-        "texts": {"from": str(data) if data else "standard", "n": len(texts)},
+        "texts": {"from": str(data) if data else "standard", "n": len(examples)},
         "settings": settings.as_dict(),
         "environment": describe_environment(),
         "artifacts": {
@@ -165,6 +167,13 @@ def measure_load(
             for name, artifact in artifacts.items()
         },
     }
+
+
+def _input_of(example: Example, task: str) -> TextOrPair:
+    """Return the input of a request; an embedder takes the texts of a pair one by one, so the first."""
+    if example.text_pair is None or task_traits(task).text_pair != "joined":
+        return example.text
+    return example.text, example.text_pair
 
 
 def _error_json(error: SmeltError) -> dict[str, Any]:
@@ -221,7 +230,7 @@ def _open_target(
 def _model_call(model: Model, generation: Mapping[str, Any]) -> Call:
     method = getattr(model, task_spec(model.task).method)
 
-    def call(text: str) -> None:
+    def call(text: TextOrPair) -> None:
         method([text], **generation)
 
     return call
@@ -229,7 +238,7 @@ def _model_call(model: Model, generation: Mapping[str, Any]) -> Call:
 
 def _measure_targets(
     targets: Mapping[str, Target],
-    texts: Sequence[str],
+    texts: Sequence[TextOrPair],
     settings: LoadSettings,
     errors: dict[str, SmeltError],
     progress: Progress,
@@ -262,14 +271,14 @@ def _measure_targets(
 
 
 def send_requests(
-    target: Target, texts: Sequence[str], count: int, callers: int
+    target: Target, texts: Sequence[TextOrPair], count: int, callers: int
 ) -> tuple[list[float], float]:
     """Send `count` requests from `callers` threads; return the times of the requests, ms, and the total, s.
 
     Raises:
         SmeltError: the first that a request raised; no further requests are sent.
     """
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[TextOrPair] = queue.SimpleQueue()
     for text in itertools.islice(itertools.cycle(texts), count):
         waiting.put(text)
     latencies_ms: list[float] = []
@@ -347,15 +356,15 @@ def running_service(package: Path, threads: int | None = None) -> Iterator[int]:
 
 @contextmanager
 def service_caller(port: int, is_image: bool = False) -> Iterator[Call]:
-    """Yield a function that sends a text, or the file of an image, to the service on this machine.
+    """Yield a function that sends a text, a pair, or the file of an image, to the service on this machine.
 
     It raises `RunError`: `service-busy` for status 503, `service-closed` if there is no response, and
     `service-failed` for other responses than 200.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_REQUEST_SECONDS)
 
-    def call(text: str) -> None:
-        value = base64.b64encode(Path(text).read_bytes()).decode() if is_image else text
+    def call(text: TextOrPair) -> None:
+        value = base64.b64encode(Path(str(text)).read_bytes()).decode() if is_image else text
         body = json.dumps({"inputs": [value]})
         try:
             connection.request("POST", "/predict", body, {"Content-Type": "application/json"})

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.api.array_models import read_array_rows
 from smelt.core.artifact import Artifact, read_artifact
-from smelt.core.errors import InputError, did_you_mean
+from smelt.core.errors import InputError
 from smelt.core.messages import messages_to_json
 from smelt.data.npz_arrays import are_calls
-from smelt.data.splits import Columns, column_options
+from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.runtimes.onnx_import.signature import read_signature
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
@@ -62,7 +62,7 @@ STANDARD_TEXTS = (
 def time_artifacts(
     folders: Sequence[Path],
     data: Path | None = None,
-    column: str | None = None,
+    columns: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
     device: str = "auto",
@@ -74,7 +74,7 @@ def time_artifacts(
     Args:
         folders: artifacts of one task.
         data: a table, or a file with one text per line (.txt); None: `STANDARD_TEXTS`.
-        column: name of the column with the texts, if not that of a recipe.
+        columns: of the texts, as `read_examples` of `smelt.api.predict` takes them.
         settings: settings of `smelt.evaluate.latency.LatencySettings`.
         generation: settings of `smelt.generation.config.GenerationSettings`.
         device: auto, cpu or cuda.
@@ -102,15 +102,16 @@ def time_artifacts(
     if data is not None and _takes_whole_calls(next(iter(artifacts.values())), data):
         latency_settings = latency_settings.model_copy(update={"batch_sizes": (1,)})
     baseline = next(iter(artifacts))
-    with timing_texts(data, task, column, artifacts[baseline], latency_settings) as (texts, arrays):
+    with timing_samples(data, task, columns, artifacts[baseline], latency_settings) as (examples, arrays):
         result = measure_latency(
             {name: artifact.path for name, artifact in artifacts.items()},
             baseline,
             TimingJob(
-                texts,
+                [example.text for example in examples],
                 task,
                 latency_settings,
                 parse_generation(dict(generation or {})),
+                pairs=[example.text_pair for example in examples],
                 device=device,
                 arrays=arrays,
             ),
@@ -120,7 +121,7 @@ def time_artifacts(
     return {
         "baseline": baseline,
         "task": task,
-        "texts": {"from": str(data) if data else "standard", "n": len(texts)},
+        "texts": {"from": str(data) if data else "standard", "n": len(examples)},
         "settings": latency_settings.model_dump(mode="json"),
         "environment": describe_environment(),
         "artifacts": {
@@ -149,68 +150,39 @@ def _takes_whole_calls(artifact: Artifact, data: Path) -> bool:
 
 
 @contextlib.contextmanager
-def timing_texts(
-    data: Path | None, task: str, column: str | None, artifact: Artifact, settings: LatencySettings
-) -> Iterator[tuple[list[str], Path | None]]:
-    """Yield the texts to measure; for arrays, the samples' indices and a file with the arrays."""
-    if task_traits(task).modality == "image":
-        from smelt.api.predict import read_examples
+def timing_samples(
+    data: Path | None, task: str, columns: Sequence[str], artifact: Artifact, settings: LatencySettings
+) -> Iterator[tuple[list[Example], Path | None]]:
+    """Yield the samples to measure; for arrays, their indices as texts, and a file with the arrays."""
+    from smelt.pipeline.execute import latency_scores
 
-        if data is None:
-            raise InputError(
-                "--data is missing. Set it to a folder of images with one subfolder per class, or to a"
-                " table of image files.",
-                code="missing-data",
-            )
-        yield [e.text for e in read_examples(data, task, () if column is None else (column,))], None
-        return
-    if task_traits(task).modality != "arrays":
-        yield list(STANDARD_TEXTS) if data is None else read_texts(data, task, column), None
-        return
-    from smelt.pipeline.execute.latency_scores import timing_samples
-
-    with timing_samples(read_array_rows(data, artifact), settings) as (split, path):
-        yield [example.text for example in split.examples], path
+    if task_traits(task).modality == "arrays":
+        with latency_scores.timing_samples(read_array_rows(data, artifact), settings) as (split, path):
+            yield list(split.examples), path
+    elif data is not None:
+        yield read_samples(data, task, columns), None
+    elif task_traits(task).modality == "image":
+        raise InputError(
+            "--data is missing. Set it to a folder of images with one subfolder per class, or to a"
+            " table of image files.",
+            code="missing-data",
+        )
+    else:
+        yield [Example(text) for text in STANDARD_TEXTS], None
 
 
-def read_texts(path: Path, task: str, column: str | None = None) -> list[str]:
-    """Return the texts of a file: its lines (.txt), or one column of a table.
+def read_samples(path: Path, task: str, columns: Sequence[str] = ()) -> list[Example]:
+    """Return the samples of a file, as `smelt predict` reads them, without empty texts.
 
     Raises:
         InputError: the file cannot be read, has no such column, or contains no text.
     """
-    from smelt.data.csv_rows import read_file_rows
-    from smelt.data.json_rows import data_suffix, read_text_file
-    from smelt.pipeline.inspect.data_files import guess_column
-    from smelt.tasks.text_generation import parse_prompt
+    from smelt.api.predict import read_examples
 
-    if not path.is_file():
-        code, problem = (
-            ("not-a-file", "a folder, not a file") if path.is_dir() else ("missing-file", "no such file")
-        )
-        raise InputError(f"{path}: {problem} (--data).", code=code, file=str(path))
-    if data_suffix(path) == ".txt":
-        texts = [line for line in read_text_file(path).splitlines() if line.strip()]
-    else:
-        role = "source" if task_traits(task).architecture == "encoder-decoder" else "text"
-        texts = []
-        for location, row in read_file_rows(path):
-            if task_traits(task).samples == "prompts" and column is None:
-                with column_options("prompt", is_name_only=True):
-                    texts.append(parse_prompt(row, location, Columns()).text)
-                continue
-            name = column or guess_column(row, role) or getattr(Columns(), role)
-            if not isinstance(row.get(name), str):
-                hint = did_you_mean(name, map(str, row))
-                raise InputError(
-                    f"{location}: no column '{name}' with text. Columns: {', '.join(map(str, row))}.{hint}"
-                    " Set the right one with --column.",
-                    code="missing-column",
-                ).with_location(location)
-            texts.append(str(row[name]))
-    if not texts:
+    examples = [example for example in read_examples(path, task, columns) if example.text.strip()]
+    if not examples:
         raise InputError(f"{path}: the file contains no texts.", code="empty-data", file=str(path))
-    return texts
+    return examples
 
 
 def timing_table(result: Mapping[str, Any]) -> str:

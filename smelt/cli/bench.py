@@ -39,7 +39,13 @@ def _require_used_options(
     type=click.Path(path_type=Path),
     help="File with the texts: a table, or one text per line (.txt).",
 )
-@click.option("--column", metavar="NAME", help="Column with the texts (default: as in a recipe).")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="NAME",
+    help="Column of --data with the texts; text_pair=NAME for the second text of pairs.",
+)
 @click.option(
     "--batch-size",
     "sizes",
@@ -74,7 +80,7 @@ def _require_used_options(
 def bench(
     artifacts: tuple[Path, ...],
     data: Path | None,
-    column: str | None,
+    columns: tuple[str, ...],
     sizes: tuple[int, ...],
     threads: int | None,
     device: str,
@@ -110,13 +116,13 @@ def bench(
         settings["new_tokens"] = max_new_tokens  # language models are timed with exactly this many
     display = Display()  # writes to standard error, so that standard output is valid JSON
     display.start_work("latency")
-    options = (data, column, generation, device, display.progress, trust_engine)
+    options = (data, columns, generation, device, display.progress, trust_engine)
     try:
         if callers:
             load = LoadSettings(tuple(dict.fromkeys(callers)), requests or 100, rounds, threads, http, texts)
             result = measure_load(artifacts, load, *options)
         else:
-            result = measure(artifacts, data, column, settings, *options[2:])
+            result = measure(artifacts, data, columns, settings, *options[2:])
     finally:
         display.close()
     if as_json:

@@ -6,10 +6,13 @@ import re
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
-from smelt.api.timing import open_artifacts, read_texts, timing_table
+from smelt.api.load import Model
+from smelt.api.timing import open_artifacts, read_samples, timing_table
 from smelt.core.errors import InputError
 from smelt.core.files import sha256_of, write_hashed_json
+from smelt.data.splits import Example
 from smelt.pipeline.execute import display
 from tests.support import harness
 from tests.support.expected_errors import command_error, raises_code
@@ -101,20 +104,39 @@ def test_texts_are_read_from_lines_or_column(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
         file.write("three\n")
-    (tmp_path / "c.csv").write_text("review,stars\ngood film,5\n")
+    (tmp_path / "c.csv").write_text("text,text_b,stars\ngood film,seen twice,5\nbad film,,1\n")
     (tmp_path / "d.jsonl").write_text('{"en": "a", "de": "b"}\n')
-    assert read_texts(tmp_path / "a.txt", "translation") == ["one", "two"]
-    assert read_texts(tmp_path / "b.txt.gz", "translation") == ["three"]
-    assert read_texts(tmp_path / "c.csv", "text-classification") == ["good film"]
-    assert read_texts(tmp_path / "d.jsonl", "translation") == ["a"]
-    assert read_texts(tmp_path / "d.jsonl", "translation", "de") == ["b"]
+    assert read_samples(tmp_path / "a.txt", "translation") == [Example("one"), Example("two")]
+    assert read_samples(tmp_path / "b.txt.gz", "translation") == [Example("three")]
+    pairs = [Example("good film", text_pair="seen twice"), Example("bad film")]
+    assert read_samples(tmp_path / "c.csv", "text-classification") == pairs
+    assert read_samples(tmp_path / "d.jsonl", "translation", ("de",)) == [Example("b")]
     with raises_code("missing-column", InputError) as excinfo:
-        read_texts(tmp_path / "d.jsonl", "translation", "dee")
+        read_samples(tmp_path / "d.jsonl", "translation", ("dee",))
     assert (excinfo.value.file, excinfo.value.line) == (str(tmp_path / "d.jsonl"), 1)
-    assert all(name in str(excinfo.value) for name in ("'dee'", "'de'?"))
     (tmp_path / "e.txt").write_text("\n")
     with raises_code("empty-data", InputError):
-        read_texts(tmp_path / "e.txt", "translation")
+        read_samples(tmp_path / "e.txt", "translation")
+
+
+@pytest.mark.parametrize("callers", [(), ("--callers", 1, "--requests", 4)])
+def test_both_texts_of_pairs_are_timed(run, tmp_path, monkeypatch, callers):
+    """The time of a classifier of pairs is that of both texts."""
+    sent = []
+    pair = ("a good film", "seen two times")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"first": pair[0], "second": pair[1]}))
+    columns = ("--column", "first", "--column", "text_pair=second")
+    monkeypatch.setattr(Model, "predict", lambda model, texts: sent.extend(texts))
+    options = (*callers, "--rounds", 3, "--threads", 1) if callers else QUICK
+    done = harness.smelt(
+        "bench", run / "model", "--data", tmp_path / "pairs.jsonl", *columns, *options, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    if callers:
+        assert set(sent) == {pair}
+        return
+    (row,) = json.loads(done.stdout)["artifacts"]["model"]["latency"]
+    assert row["input_tokens"] == len(AutoTokenizer.from_pretrained(run / "model")(*pair)["input_ids"])
 
 
 def test_incomparable_artifacts_are_rejected(run, tmp_path):

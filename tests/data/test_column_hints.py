@@ -6,7 +6,6 @@ import shlex
 import pytest
 
 from smelt.api.predict import read_examples
-from smelt.api.timing import read_texts
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns, column_options, columns_hint
 from smelt.pipeline.inspect.data_files import inspect_data, parse_columns
@@ -38,9 +37,8 @@ def rows(tmp_path):
     [
         (lambda path: read_split(str(path), "text-generation", Columns(), path.parent), "data: {columns: {"),
         (lambda path: read_examples(path, "text-generation", ()), "--column prompt=question."),
-        (lambda path: read_texts(path, "text-generation"), "--column question."),
     ],
-    ids=["recipe", "predict", "bench"],
+    ids=["recipe", "predict"],
 )
 def test_each_reader_names_its_own_setting(rows, read, expected):
     with raises_code("missing-column", InputError) as excinfo:

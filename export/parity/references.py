@@ -391,6 +391,8 @@ def make_dequantized_copy(
 ) -> Iterator[Path]:
     """Yield a copy of `folder` whose graphs `names` compute in float32; it is removed after the block.
 
+    Quantized operators become float ones, unless `rounding`.
+
     Args:
         folder: with graphs, config and other files of a runner.
         names: of the graphs, without `.onnx`.
@@ -410,7 +412,8 @@ def make_dequantized_copy(
             if widen:
                 widen_to_float32(model, rounding)
             link_external_data(model, folder, copy)
-            dequantize_graph(model)
+            if not rounding:
+                dequantize_graph(model)
             write_graph(model, copy / path.name)
         yield copy
 

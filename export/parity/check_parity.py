@@ -38,6 +38,7 @@ from smelt.export.parity.references import (
     check_constants,
     check_output,
     logits_for,
+    half_kind,
     make_dequantized_copy,
     round_weights_,
     run_exact,
@@ -377,7 +378,9 @@ def _check_as_deployed(subject: ExportedModel, reference: TorchReference) -> Dif
     exact_reference = ExactReference(reference.logits, reference.encoder_states)
     dtype = "fp32" if subject.is_half_precision else subject.dtype
     with _rounding_copy(subject) as folder, _open_runner(subject, folder, dtype) as runner:
-        tolerance_kinds = [kind for kind in (subject.tolerance, subject.dtype) if kind in LOGITS_TOLERANCES]
+        of_files = half_kind(subject.tolerance) if subject.is_half_precision else subject.tolerance
+        kinds = (subject.tolerance, of_files, subject.dtype)
+        tolerance_kinds = [kind for kind in kinds if kind in LOGITS_TOLERANCES]
         kind = max(tolerance_kinds, key=lambda kind: LOGITS_TOLERANCES[kind].mean_difference)
         return _compare(runner, subject.output_name, reference, exact_reference, kind)
 

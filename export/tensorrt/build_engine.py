@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from smelt.core.errors import RunError, did_you_mean
 from smelt.core.messages import Message, warning
 from smelt.export.settings import HardwareCompatibility, WeightStorage
+from smelt.generation.backend import PAST_PREFIX
 from smelt.runtimes.tensorrt_engine import make_logger
 from smelt.stage import Progress
 
@@ -331,9 +332,13 @@ def causal_ranges(
 def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
     """Return min, opt and max shape of every dynamic input of an ONNX model, and those of `VALUE_INPUTS`.
 
+    The batch of a graph with a cache is the range `rows`, if there is one: each beam of a text is a row.
+
     Raises:
         RunError: a dynamic dimension has no name, or one that is not in `DIMENSION_NAMES`.
     """
+    if "rows" in ranges and any(value.name.startswith(PAST_PREFIX) for value in model.graph.input):
+        ranges = {**ranges, "batch": ranges["rows"]}
     size_ranges = {
         alias: ranges[name]
         for name, aliases in DIMENSION_NAMES.items()
@@ -392,13 +397,14 @@ _WEIGHT_FLAGS: dict[WeightStorage, tuple[str, ...]] = {
 class BuildOptions:
     """Options of the TensorRT builder; the stage's settings describe them."""
 
-    workspace_mib: int
+    workspace_mib: int | None
     optimization_level: int
     tf32: bool
     hardware_compatibility: HardwareCompatibility
     version_compatible: bool
     timing_cache: Path | None
     weights: WeightStorage = "embedded"
+    weight_streaming: bool = False
 
 
 def build_engine(
@@ -481,10 +487,15 @@ def _read_parser_error(error: Any) -> ParserError:
 
 def _configure(trt: Any, builder: Any, options: BuildOptions, progress: Progress, note: str) -> Any:
     config = builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+    if options.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     config.builder_optimization_level = options.optimization_level
     flag = config.set_flag if options.tf32 else config.clear_flag
     flag(trt.BuilderFlag.TF32)
+    # weights of which two of every four are zero may use sparse kernels; others are not changed
+    config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+    if options.weight_streaming:
+        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     if options.version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     if options.hardware_compatibility != "none":

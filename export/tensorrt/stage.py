@@ -189,6 +189,7 @@ def _build_options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
     return BuildOptions(
         settings.workspace_mib, settings.optimization_level, settings.tf32,
         settings.hardware_compatibility, settings.version_compatible, cache, settings.weights,
+        settings.weight_streaming,
     )  # fmt: skip
 
 
@@ -206,7 +207,11 @@ def _engine_sidecar(
         weights=options.weights,
         version_compatible=options.version_compatible,
         hardware_compatibility=options.hardware_compatibility,
-        flags={"tf32": options.tf32, "optimization_level": options.optimization_level},
+        flags={
+            "tf32": options.tf32,
+            "optimization_level": options.optimization_level,
+            "weight_streaming": options.weight_streaming,
+        },
         profiles=[
             {name: [list(sizes) for sizes in input_shapes] for name, input_shapes in shapes.items()}
             for shapes in profiles
@@ -293,6 +298,12 @@ def _batch_range(settings: TensorrtSettings) -> SizeRange:
     return SizeRange(1, settings.opt_batch_size, settings.max_batch_size)
 
 
+def _row_range(settings: TensorrtSettings) -> SizeRange:
+    """Return the range of the rows of a decoder: texts by beams."""
+    beams = settings.num_beams or 1
+    return SizeRange(1, settings.opt_batch_size * beams, settings.max_batch_size * beams)
+
+
 def _decoder_only_ranges(
     folder: Path, config: dict[str, Any], parts: Sequence[TensorrtSettings], limit: int, ctx: Context
 ) -> list[DimensionRanges]:
@@ -301,7 +312,7 @@ def _decoder_only_ranges(
     opt_lengths = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
     longest = parts[0].max_new_tokens or max_output_tokens(folder, ctx.task)
     return [
-        {"batch": _batch_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
+        {"batch": _batch_range(part), "rows": _row_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
         for part, prompt, opt in zip(parts, prompts, opt_lengths, strict=True)
     ]
 
@@ -324,6 +335,7 @@ def _text_ranges(
         if ctx.traits.architecture == "encoder-decoder":
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
+            ranges["rows"] = _row_range(part)
         profiles.append(ranges)
     max_length = max(ranges["input"].max for ranges in profiles)
     num_longer = sum(n > max_length for n in lengths)
@@ -549,7 +561,7 @@ def tensorrt_options(
         "trt_bf16_enable": _bool_option(dtype == "bf16"),
         "trt_int8_enable": _bool_option(quantized),
         "trt_layer_norm_fp32_fallback": _bool_option(dtype == "fp16"),
-        "trt_max_workspace_size": str(settings.workspace_mib << 20),
+        "trt_sparsity_enable": "True",
         "trt_builder_optimization_level": str(settings.optimization_level),
         "trt_timing_cache_enable": _bool_option(settings.timing_cache),
         "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
@@ -560,6 +572,11 @@ def tensorrt_options(
             )
             for bound_index, end in enumerate(("min", "opt", "max"))
         },
+        **(
+            {}
+            if settings.workspace_mib is None
+            else {"trt_max_workspace_size": str(settings.workspace_mib << 20)}
+        ),
     }
 
 

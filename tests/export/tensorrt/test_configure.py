@@ -12,7 +12,7 @@ DEFAULT: dict[str, Any] = {
     "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",
     "version_compatible": False, "timing_cache": None, "weights": "embedded",
 }  # fmt: skip
-FLAGS = ("TF32", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
+FLAGS = ("TF32", "SPARSE_WEIGHTS", "WEIGHT_STREAMING", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
 
 
 class Config:
@@ -57,11 +57,12 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
 
 @pytest.mark.parametrize(("change", "flags"), [
     ({}, {"TF32"}), ({"tf32": False}, set()), ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
+    ({"weight_streaming": True}, {"TF32", "WEIGHT_STREAMING"}),
     ({"weights": "refittable"}, {"TF32", "REFIT"}),
     ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
 ])  # fmt: skip
 def test_builder_flags_follow_settings(change: dict[str, Any], flags: set[str]) -> None:
-    assert configured([], **change).flags == flags
+    assert configured([], **change).flags == flags | {"SPARSE_WEIGHTS"}
 
 
 def test_optimization_level_workspace_and_compatibility_are_set() -> None:
@@ -69,6 +70,7 @@ def test_optimization_level_workspace_and_compatibility_are_set() -> None:
     assert (config.builder_optimization_level, config.pools) == (5, {"workspace": 64 << 20})
     assert config.hardware_compatibility_level == "same"
     assert configured([], hardware_compatibility="ampere+").hardware_compatibility_level == "ampere"
+    assert configured([], workspace_mib=None).pools == {}  # TensorRT's own limit: all memory
     assert configured([]).hardware_compatibility_level is None
 
 

@@ -145,7 +145,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     expected = ((1, 1), (1, 5), (4, 8))
     shapes, options = build_calls["model.onnx"]
     assert shapes == dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), expected)
-    assert options == BuildOptions(2048, 3, True, "none", False, None)
+    assert options == BuildOptions(None, 3, True, "none", False, None)
     assert ctx.details["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
     assert ctx.details["parameters"] == 12
     assert ctx.details["tensorrt"] == "tensorrt 11.4.0"
@@ -162,7 +162,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
         weights="embedded",
         version_compatible=False,
         hardware_compatibility="none",
-        flags={"tf32": True, "optimization_level": 3},
+        flags={"tf32": True, "optimization_level": 3, "weight_streaming": False},
         profiles=[{name: [[1, 1], [1, 5], [4, 8]] for name in shapes}],
     )
 

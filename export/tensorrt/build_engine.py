@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from smelt.core.errors import RunError, did_you_mean
 from smelt.core.messages import Message, warning
 from smelt.export.settings import HardwareCompatibility, WeightStorage
+from smelt.export.tensorrt.engine_summary import inspect_engine, summarize_network
 from smelt.generation.backend import PAST_PREFIX
-from smelt.runtimes.tensorrt_engine import make_logger
+from smelt.runtimes.tensorrt_engine import current_gpu, make_logger
 from smelt.stage import Progress
 
 _ANY_OPERATOR = "*"
@@ -407,10 +408,22 @@ class BuildOptions:
     weight_streaming: bool = False
 
 
+class BuiltEngine(NamedTuple):
+    """A serialized engine, TensorRT's warnings, and summaries of the parsed network and of the engine.
+
+    kernels: what the engine inspector reports, None without a GPU.
+    """
+
+    plan: bytes
+    warnings: list[Message]
+    network: dict[str, Any]
+    kernels: dict[str, Any] | None
+
+
 def build_engine(
     trt: Any, path: Path, profiles: Sequence[ProfileShapes], options: BuildOptions, progress: Progress
-) -> tuple[bytes, list[Message]]:
-    """Return the serialized engine for the ONNX file `path`, and TensorRT's warnings.
+) -> BuiltEngine:
+    """Return the engine for the ONNX file `path`.
 
     profiles: the shapes of each optimization profile; empty for a graph without dynamic sizes.
 
@@ -437,7 +450,11 @@ def build_engine(
     warnings = [
         line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _IGNORED_WARNINGS)
     ]
-    return bytes(plan), [explain_warning(line) for line in warnings]
+    plan_bytes = bytes(plan)
+    # an engine that was built ahead of time, without a GPU, cannot be opened
+    kernels = None if current_gpu() is None else inspect_engine(trt, plan_bytes, make_logger(trt))
+    messages = [explain_warning(line) for line in warnings]
+    return BuiltEngine(plan_bytes, messages, summarize_network(network), kernels)
 
 
 def make_builder(trt: Any, logger: Any, graph: str) -> Any:
@@ -490,6 +507,7 @@ def _configure(trt: Any, builder: Any, options: BuildOptions, progress: Progress
     if options.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     config.builder_optimization_level = options.optimization_level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine inspector
     flag = config.set_flag if options.tf32 else config.clear_flag
     flag(trt.BuilderFlag.TF32)
     # weights of which two of every four are zero may use sparse kernels; others are not changed

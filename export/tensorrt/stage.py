@@ -112,13 +112,17 @@ class TensorrtStage(Stage[TensorrtSettings]):
             src.path, profiles, limit, ctx.warnings, imported_shapes if is_imported else profile_shapes
         )
         options = _build_options(trt, settings)
+        summaries: dict[str, dict[str, Any]] = {}
         for path, shapes in graphs.items():
-            plan, warnings = build_engine(trt, path, shapes, options, ctx.progress)
+            built = build_engine(trt, path, shapes, options, ctx.progress)
             target_path = ctx.out / f"{path.stem}.plan"
-            target_path.write_bytes(plan)
-            write_sidecar(target_path, _engine_sidecar(trt, path, plan, shapes, options))
+            target_path.write_bytes(built.plan)
+            write_sidecar(target_path, _engine_sidecar(trt, path, built.plan, shapes, options))
+            summaries[path.stem] = {"network": built.network}
+            if built.kernels is not None:
+                summaries[path.stem]["kernels"] = built.kernels
             record_built_engine(target_path)
-            for warning in warnings[:5]:
+            for warning in built.warnings[:5]:
                 ctx.warn(warning.code, f"TensorRT: {warning.message[:300]}", file=path.name)
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
@@ -128,6 +132,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
         ctx.details.update(
             target="tensorrt",
             tensorrt=f"{trt.__name__} {trt.__version__}",
+            engines=summaries,
             profile=_as_lists(profiles[largest_profile(profiles)]),
         )
         if len(profiles) > 1:

@@ -24,6 +24,7 @@ class Config:
         self.builder_optimization_level: int | None = None
         self.hardware_compatibility_level: str | None = None
         self.progress_monitor: Any = None
+        self.profiling_verbosity: str | None = None
 
     def set_flag(self, flag: str) -> None:
         self.flags.add(flag)
@@ -48,6 +49,7 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
             NONE="none", AMPERE_PLUS="ampere", SAME_COMPUTE_CAPABILITY="same"
         ),
         IProgressMonitor=Monitor,
+        ProfilingVerbosity=SimpleNamespace(DETAILED="detailed"),
     )
     builder = SimpleNamespace(create_builder_config=lambda: config)
     options = BuildOptions(**(DEFAULT | change))
@@ -68,6 +70,7 @@ def test_builder_flags_follow_settings(change: dict[str, Any], flags: set[str]) 
 def test_optimization_level_workspace_and_compatibility_are_set() -> None:
     config = configured([], optimization_level=5, workspace_mib=64, hardware_compatibility="same-cc")
     assert (config.builder_optimization_level, config.pools) == (5, {"workspace": 64 << 20})
+    assert config.profiling_verbosity == "detailed"
     assert config.hardware_compatibility_level == "same"
     assert configured([], hardware_compatibility="ampere+").hardware_compatibility_level == "ampere"
     assert configured([], workspace_mib=None).pools == {}  # TensorRT's own limit: all memory

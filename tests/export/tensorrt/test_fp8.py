@@ -46,7 +46,7 @@ def test_family_engines_build_with_fp8_matmuls(family: str, dtype: str) -> None:
         matrices = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT8E4M3FN]
         pairs = sum(node.op_type == "QuantizeLinear" for node in model.graph.node)
         assert pairs > 2
-        assert answer["types"]["FP8"] == pairs + len(matrices)
+        assert answer["types"]["FP8"] == pairs + len(matrices) == answer["network"]["precisions"]["fp8"]
 
 
 @pytest.mark.parametrize("half", [True, False])

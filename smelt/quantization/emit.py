@@ -558,42 +558,6 @@ def quantize_dequantize(x: Tensor, activations: ActivationGrid) -> Tensor:
     return out
 
 
-def round_to_float8(x: Tensor, scale: Tensor) -> Tensor:
-    """Emit QuantizeLinear to E4M3 and DequantizeLinear, of any shape; scale: float32 scalar."""
-    from onnx import TensorProto
-
-    codes = torch.onnx.ops.symbolic(
-        "QuantizeLinear",
-        [x, scale],
-        {"output_dtype": int(TensorProto.FLOAT8E4M3FN)},
-        dtype=torch.float8_e4m3fn,
-        shape=tuple(x.shape),
-        version=21,
-    )
-    out: Tensor = torch.onnx.ops.symbolic(
-        "DequantizeLinear", [codes, scale], dtype=torch.float32, shape=tuple(x.shape), version=21
-    )
-    return out
-
-
-def dequantize_float8(name: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Emit a placeholder for the values of constant E4M3 numbers, float32.
-
-    Args:
-        name: of the placeholder, of the scheme's `placeholder_expansions`.
-        codes: their bytes, uint8 [K, N] or [N, K].
-        scales: float32 [N], or [] for all.
-    """
-    out: Tensor = torch.onnx.ops.symbolic(
-        f"{LOAD_TIME_DOMAIN}::{name}",
-        [codes, scales],
-        dtype=torch.float32,
-        shape=tuple(codes.shape),
-        version=1,
-    )
-    return out
-
-
 def dequantize_rows(weights: WeightGrid) -> Tensor:
     """Emit the dequantized values of constant rows [N, K], or of kernels [N, ...]: float32."""
     return _dequantize_placeholder("DequantizedRows", weights)

@@ -172,25 +172,56 @@ class Fp8(Int8PerChannel):
         """Emit MatMul between QuantizeLinear and DequantizeLinear; a bias stays float."""
         import torch
 
-        from smelt.quantization import emit
-
         scales = matrix.tensor(SHARED_SCALE if matrix.has(SHARED_SCALE) else "scales")
-        weights = emit.dequantize_float8("Float8Columns", matrix.tensor("columns"), scales)
-        out = torch.matmul(emit.round_to_float8(x, matrix.tensor(INPUT_SCALE)), weights)
+        weights = _emit_values("Float8Columns", matrix.tensor("columns"), scales)
+        out = torch.matmul(_emit_rounding(x, matrix.tensor(INPUT_SCALE)), weights)
         return out if bias is None else out + bias
 
     def emit_lookup(self, matrix: PackedMatrix, ids: Tensor, target: str) -> Tensor:
         """Emit Gather in a table that is dequantized like weights."""
         from torch.nn import functional as F
 
-        from smelt.quantization import emit
-
-        table = emit.dequantize_float8("Float8Rows", matrix.tensor("codes"), matrix.tensor("scales"))
+        table = _emit_values("Float8Rows", matrix.tensor("codes"), matrix.tensor("scales"))
         return F.embedding(ids, table)
 
     def placeholder_expansions(self) -> Mapping[str, Expansion]:
         """Return the DequantizeLinear of a matrix, for both axes of scales."""
         return dict.fromkeys(_PLACEHOLDERS, _dequantize)
+
+
+def _emit_rounding(x: Tensor, scale: Tensor) -> Tensor:
+    """Emit QuantizeLinear to E4M3 and DequantizeLinear, of any shape; scale: float32 scalar."""
+    import torch
+    from onnx import TensorProto
+
+    codes = torch.onnx.ops.symbolic(
+        "QuantizeLinear",
+        [x, scale],
+        {"output_dtype": int(TensorProto.FLOAT8E4M3FN)},
+        dtype=torch.float8_e4m3fn,
+        shape=tuple(x.shape),
+        version=21,
+    )
+    out: Tensor = torch.onnx.ops.symbolic(
+        "DequantizeLinear", [codes, scale], dtype=torch.float32, shape=tuple(x.shape), version=21
+    )
+    return out
+
+
+def _emit_values(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """Emit the placeholder `name` for the values of constant `codes`, [K, N] or [N, K]: float32."""
+    import torch
+
+    from smelt.quantization.emit import LOAD_TIME_DOMAIN
+
+    out: Tensor = torch.onnx.ops.symbolic(
+        f"{LOAD_TIME_DOMAIN}::{name}",
+        [codes, scales],
+        dtype=torch.float32,
+        shape=tuple(codes.shape),
+        version=1,
+    )
+    return out
 
 
 def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:

@@ -256,6 +256,20 @@ class QuantizeSettings(PartSchemeSettings):
                 code="settings-conflict",
             )
 
+    def _check_range_method(self) -> None:
+        """Refuse searches of ranges for integers where activations are floats.
+
+        Raises:
+            SettingError: it is one.
+        """
+        are_floats = any(SCHEMES[name].has_float_activations for name in self.used_schemes())
+        if are_floats and self.range_method in ("entropy", "mse"):
+            raise SettingError(
+                f"calibration_method: {self.range_method} searches a range for integers, and activations of"
+                f" {_FLOAT_RANGE_SCHEMES} are floats. Set minmax or percentile",
+                code="settings-conflict",
+            )
+
     def _check_rows(self) -> None:
         """Refuse settings that need another one, or samples that nothing uses.
 
@@ -294,14 +308,7 @@ class QuantizeSettings(PartSchemeSettings):
                 " remove it",
                 code="unused-setting",
             )
-        if self.range_method in ("entropy", "mse") and any(
-            SCHEMES[name].has_float_activations for name in self.used_schemes()
-        ):
-            raise SettingError(
-                f"calibration_method: {self.range_method} searches a range for integers, and activations of"
-                f" {_FLOAT_RANGE_SCHEMES} are floats. Set minmax or percentile",
-                code="settings-conflict",
-            )
+        self._check_range_method()
         conflict = None
         if self.mixed_precision is not None:
             conflict = "mixed_precision"

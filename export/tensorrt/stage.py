@@ -317,7 +317,8 @@ def _decoder_only_ranges(
     opt_lengths = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
     longest = parts[0].max_new_tokens or max_output_tokens(folder, ctx.task)
     return [
-        {"batch": _batch_range(part), "rows": _row_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
+        {"batch": _batch_range(part), "rows": _row_range(part)}
+        | causal_ranges(prompt, longest, limit, max(prompts), opt)
         for part, prompt, opt in zip(parts, prompts, opt_lengths, strict=True)
     ]
 

@@ -165,7 +165,7 @@ class Fp8(Int8PerChannel):
         return (to_e4m3(x.float() / scale).float() * scale).to(x.dtype)
 
     def export_constants(self, matrix: PackedMatrix, use: MatrixUse) -> dict[str, Tensor]:
-        """Return the codes as [K, N], as ONNX matrix multiplications need them; a scale common to all rows."""
+        """Return the codes as [K, N], as ONNX multiplies them, and a scale that is common to all rows."""
         return {} if use == "lookup" else super().export_constants(matrix, use)
 
     def emit_linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None, target: str) -> Tensor:
@@ -183,6 +183,10 @@ class Fp8(Int8PerChannel):
 
         table = _emit_values("Float8Rows", matrix.tensor("codes"), matrix.tensor("scales"))
         return F.embedding(ids, table)
+
+    def float_activation_nodes(self, node: Any) -> list[Any]:
+        """Return the node itself: it multiplies floats, and the pairs around it are bypassed."""
+        return [node]
 
     def placeholder_expansions(self) -> Mapping[str, Expansion]:
         """Return the DequantizeLinear of a matrix, for both axes of scales."""
@@ -231,5 +235,5 @@ def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:
     (codes, scales), result = node.input, node.output[0]
     name = f"{result}.codes"
     graph.reinterpret_constant(codes, name, TensorProto.FLOAT8E4M3FN, tuple(graph.shapes[codes]))
-    axis = {"axis": _PLACEHOLDERS[node.op_type]} if graph.shapes[scales] else {}
+    axis: dict[str, Any] = {"axis": _PLACEHOLDERS[node.op_type]} if graph.shapes[scales] else {}
     return [helper.make_node("DequantizeLinear", [name, scales], [result], f"{result}.dequantize", **axis)]

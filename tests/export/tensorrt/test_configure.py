@@ -12,7 +12,15 @@ DEFAULT: dict[str, Any] = {
     "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",
     "version_compatible": False, "timing_cache": None, "weights": "embedded",
 }  # fmt: skip
-FLAGS = ("TF32", "SPARSE_WEIGHTS", "WEIGHT_STREAMING", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
+FLAGS = (
+    "TF32",
+    "SPARSE_WEIGHTS",
+    "WEIGHT_STREAMING",
+    "VERSION_COMPATIBLE",
+    "REFIT",
+    "STRIP_PLAN",
+    "REFIT_IDENTICAL",
+)
 
 
 class Config:

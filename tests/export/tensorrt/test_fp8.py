@@ -1,4 +1,4 @@
-"""fp8 reaches engines: explicit float8 Q/DQ in the file, FP8 in the network, a byte per weight in the engine."""
+"""fp8 reaches engines: float8 Q/DQ in the file, FP8 in the network, a byte per weight in the engine."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
-from smelt.core.messages import Message, message_codes, warning
+from smelt.core.messages import message_codes, warning
 from smelt.data.splits import Example, Split
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as module
@@ -175,9 +175,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """TensorRT replaced: what is asked of the builder, by graph."""
     build_calls: dict[str, Any] = {}
 
-    def build(
-        trt: Any, path: Path, profiles: Any, options: Any, progress: Any
-    ) -> BuiltEngine:
+    def build(trt: Any, path: Path, profiles: Any, options: Any, progress: Any) -> BuiltEngine:
         build_calls[path.name] = profiles, options
         return BuiltEngine(b"plan", [], {}, None)
 

@@ -1,4 +1,4 @@
-"""Scheme fp8: E4M3 by its definition in float64, scales by Model Optimizer's formula, graphs by ONNX Runtime."""
+"""Scheme fp8: E4M3 by its definition in float64, scales by Model Optimizer's formula, graphs."""
 
 import numpy as np
 import onnx
@@ -19,7 +19,7 @@ FP8 = find_scheme("fp8")
 
 
 def e4m3_values():
-    """The 256 numbers of E4M3 in float64 by the format's definition (arXiv:2209.05433, table 1); NaN is last."""
+    """The 256 numbers of E4M3 in float64 by the format's definition (arXiv:2209.05433, table 1)."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = np.where(
@@ -109,7 +109,9 @@ def test_graph_has_standard_pairs_with_scales_in_its_own_type(dtype, granularity
     assert [types[n.input[0]] for n in pairs if n.input[0] in types] == [TensorProto.FLOAT8E4M3FN]
     stored = {t.name: onnx.numpy_helper.to_array(t).astype(np.float32) for t in model.graph.initializer}
     for name in {n.input[1] for n in pairs}:  # no digit of a scale is lost
-        assert np.isin(stored[name], [layer.matrix.tensor("input_scale"), *layer.matrix.tensor("scales")]).all()
+        assert np.isin(
+            stored[name], [layer.matrix.tensor("input_scale"), *layer.matrix.tensor("scales")]
+        ).all()
     if dtype == "fp32":
         onnx.save(model, tmp_path / "model.onnx")
         (out,) = open_onnx_session(tmp_path / "model.onnx").run(None, {"x": x.numpy()})

@@ -100,8 +100,8 @@ def build(path: Path, shapes: Any, **more: Any) -> dict[str, Any]:
         more: timing_cache (path); plan (a path to write the engine to).
 
     Returns:
-        `bytes` (of the engine), `network` (its summary), `warnings`, `progress` (steps reported), `types` (of the first outputs of the
-        network's layers, counted); or `error`, the message.
+        `bytes` (of the engine), `network` (its summary), `warnings`, `progress` (steps reported), `types` (of
+        the first outputs of the network's layers, counted); or `error`, the message.
     """
     return build_all({path: shapes}, **more)[0]
 

@@ -32,12 +32,12 @@ from smelt.export.parity.operator_checks import (
     session_shape,
 )
 from smelt.export.parity.references import (
+    HALF_SUFFIX,
     LOGITS_TOLERANCES,
     ExactReference,
     TorchReference,
     check_constants,
     check_output,
-    half_kind,
     logits_for,
     make_dequantized_copy,
     round_weights_,
@@ -378,7 +378,7 @@ def _check_as_deployed(subject: ExportedModel, reference: TorchReference) -> Dif
     exact_reference = ExactReference(reference.logits, reference.encoder_states)
     dtype = "fp32" if subject.is_half_precision else subject.dtype
     with _rounding_copy(subject) as folder, _open_runner(subject, folder, dtype) as runner:
-        of_files = half_kind(subject.tolerance) if subject.is_half_precision else subject.tolerance
+        of_files = f"{subject.tolerance}{HALF_SUFFIX if subject.is_half_precision else ''}"
         kinds = (subject.tolerance, of_files, subject.dtype)
         tolerance_kinds = [kind for kind in kinds if kind in LOGITS_TOLERANCES]
         kind = max(tolerance_kinds, key=lambda kind: LOGITS_TOLERANCES[kind].mean_difference)

@@ -77,15 +77,13 @@ class Tolerance:
     mean_difference: float
 
 
-def half_kind(scheme: str) -> str:
-    """Return the kind of comparison of a scheme's graphs in fp16 or bf16."""
-    return f"{scheme}, 16-bit floats"
-
-
 INT8_CONVOLUTIONS = "int8-convolutions"
-# A last digit of 16 bits decides between two codes more often than one of 32 bits: in float16 0.019 to 0.053
-# was measured for int8-static on tiny models of five families, 0.037 to 0.17 for fp8; 0.0005 in float32
-_HALF_FACTOR = 3.0
+# Kinds of comparison of a scheme, and of its graphs in fp16 and bf16: a last digit of 16 bits decides between
+# two codes more often than one of 32 bits. In float16 0.019 to 0.053 was measured for int8-static on tiny
+# models of five families, 0.037 to 0.17 for fp8; in float32 at most 0.0005
+HALF_SUFFIX = ", 16-bit floats"
+_SCHEME_KINDS = [(name + suffix, scheme, factor) for name, scheme in SCHEMES.items()
+                 for suffix, factor in (("", 1.0), (HALF_SUFFIX, 3.0))]  # fmt: skip
 LOGITS_TOLERANCES = {
     "fp32": Tolerance(max_difference=1e-3, mean_difference=5e-5),
     "rounded": Tolerance(max_difference=None, mean_difference=1e-3),
@@ -97,22 +95,14 @@ LOGITS_TOLERANCES = {
     # with quantized weights; wrong graphs are found by the comparison with numpy
     # (export/kv_cache.py)
     "int8-caches": Tolerance(max_difference=None, mean_difference=0.2),
-    **{
-        half_kind(name) if is_half else name: Tolerance(
-            max_difference=None, mean_difference=scheme.tolerance * (_HALF_FACTOR if is_half else 1)
-        )
-        for name, scheme in SCHEMES.items()
-        for is_half in (False, True)
-    },
+    **{kind: Tolerance(None, scheme.tolerance * factor) for kind, scheme, factor in _SCHEME_KINDS},
     # int8 throughout, so one value that rounds differently changes everything after it: 0.006 to 0.034 on
     # tiny models in ONNX Runtime, 0.03 to 0.087 in OpenVINO, where int8 itself was 0.06 to 0.09 off
     INT8_CONVOLUTIONS: Tolerance(max_difference=None, mean_difference=0.2),
 }
 # of a sentence's vector
 VECTOR_TOLERANCES = LOGITS_TOLERANCES | {
-    name: Tolerance(max_difference=None, mean_difference=scheme.embedding_tolerance)
-    for scheme_name, scheme in SCHEMES.items()
-    for name in (scheme_name, half_kind(scheme_name))
+    kind: Tolerance(None, scheme.embedding_tolerance) for kind, scheme, _ in _SCHEME_KINDS
 }
 # descriptions of kinds in messages
 _KIND_DESCRIPTIONS = {"rounded": "its fp16 weights in float32", "rounded-bf16": "its bf16 weights in float32"}

@@ -14,6 +14,7 @@ from smelt.export.graph_files import write_graph
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
 from smelt.export.onnx_stage import tolerance_kind
+from smelt.export.parity.references import make_dequantized_copy
 from smelt.export.settings import OnnxSettings
 from smelt.export.simplify_graph import expand_placeholders
 from tests.support import schemes
@@ -47,6 +48,14 @@ def test_family_engines_build_with_fp8_matmuls(family: str, dtype: str) -> None:
         pairs = sum(node.op_type == "QuantizeLinear" for node in model.graph.node)
         assert pairs > 2
         assert answer["types"]["FP8"] == pairs + len(matrices) == answer["network"]["precisions"]["fp8"]
+
+
+@pytest.mark.parametrize("rounding", [True, False])
+def test_only_the_copy_that_rounds_keeps_quantized_activations(rounding: bool) -> None:
+    folder = graph_exports.exported_graphs("llama", "fp8", "tensorrt", "fp16").folder
+    with make_dequantized_copy(folder, ["model"], widen=True, rounding=rounding) as copy:
+        operators = {node.op_type for node in onnx.load(copy / "model.onnx").graph.node}
+    assert ("QuantizeLinear" in operators) == rounding
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -33,7 +33,9 @@ ARMS: dict[str, tuple[dict[str, Any] | None, str, dict[str, Any]]] = {
     "fp32": (None, "fp32", {"tf32": False}),
     "tf32": (None, "fp32", {}),
     "fp16": (None, "fp16", {}),
-    "int8-static": (INT8, "fp32", {}),  # in fp16 its scales would lose digits: refused
+    "fp8": ({"scheme": "fp8"}, "fp16", {}),
+    "int8-static": (INT8, "fp32", {}),
+    "int8-static-fp16": (INT8, "fp16", {}),
     "int4": (INT4, "fp32", {}),
     "int4-fp16": (INT4, "fp16", {}),
 }

@@ -64,7 +64,9 @@ class ProfileSettings(Settings):
 class TensorrtSettings(Settings):
     """Settings of `tensorrt`."""
 
-    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20, description="GPU memory for kernels, MiB")
+    workspace_mib: int | None = Field(
+        default=None, ge=16, le=1 << 20, description="most GPU memory for kernels, MiB; default: no limit"
+    )
     optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
     tf32: bool = Field(default=True, description="compute float32 matrix multiplications in TF32")
     timing_cache: bool = Field(default=True, description="keep kernel timings for faster builds")
@@ -92,6 +94,15 @@ class TensorrtSettings(Settings):
         ge=1,
         le=4096,
         description="longest output; default score.generation's, else the model's",
+    )
+    num_beams: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="beams of a text, each a row of the decoder; default score.generation's, else 1",
+    )
+    weight_streaming: bool = Field(
+        default=False, description="keep weights that do not fit into GPU memory in host memory"
     )
 
     @model_validator(mode="after")
@@ -125,7 +136,9 @@ class TensorrtSettings(Settings):
 class ProviderSettings(Settings):
     """Options of engines that ONNX Runtime builds when a graph is first opened."""
 
-    workspace_mib: int = Field(default=2048, ge=16, le=1 << 20, description="GPU memory for kernels, MiB")
+    workspace_mib: int | None = Field(
+        default=None, ge=16, le=1 << 20, description="most GPU memory for kernels, MiB; default: no limit"
+    )
     optimization_level: int = Field(default=3, ge=0, le=5, description="0 (fast build) to 5 (longest search)")
     timing_cache: bool = Field(default=True, description="keep kernel timings for faster builds")
     hardware_compatibility: Literal["none", "ampere+"] = Field(
@@ -139,6 +152,7 @@ class ProviderSettings(Settings):
     lengths: LengthSettings | None = Field(default=None, description="as in `tensorrt`")
     length_percentile: float = Field(default=99.0, ge=50, le=100, description="as in `tensorrt`")
     max_new_tokens: int | None = Field(default=None, ge=1, le=4096, description="as in `tensorrt`")
+    num_beams: int | None = Field(default=None, ge=1, le=64, description="as in `tensorrt`")
 
     @model_validator(mode="after")
     def _check_batch_sizes(self) -> Self:
@@ -153,6 +167,7 @@ class ProviderSettings(Settings):
             lengths=self.lengths,
             length_percentile=self.length_percentile,
             max_new_tokens=self.max_new_tokens,
+            num_beams=self.num_beams,
         )
 
 

@@ -218,7 +218,7 @@ def calibrate_ranges(
     Args:
         layers: planned layers; those without activation ranges are ignored.
         samples: calibration samples.
-        settings: settings with `calibration_method` and `calibration_percentile`.
+        settings: settings with `range_method` and `calibration_percentile`.
         observe: calls back with the inputs of layers on the samples; called twice for methods with
             histograms.
 
@@ -256,7 +256,7 @@ def observe_ranges(
         modules: those of one key share a range.
         names: names for messages, by key.
         samples: calibration samples.
-        settings: settings with `calibration_method` and `calibration_percentile`.
+        settings: settings with `range_method` and `calibration_percentile`.
         observe: see `calibrate_ranges`.
         symmetric: whether activations have no zero points.
 
@@ -273,7 +273,7 @@ def observe_ranges(
                 code="non-finite-activations",
             )
     with_samples = {key: limits for key, limits in extremes.items() if limits.rows}
-    method = settings.calibration_method
+    method = settings.range_method
     if method == "minmax":
         return {
             key: ActivationRange(float(limits.low), float(limits.high))

@@ -48,6 +48,7 @@ def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
 # special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
+_FLOAT_RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.has_float_activations)
 _LEARNED_SCHEMES = [name for name, scheme in SCHEMES.items() if can_learn_ranges(scheme)]
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
@@ -109,9 +110,10 @@ class QuantizeSettings(PartSchemeSettings):
         description="patterns of names of modules kept in float; auto: the most sensitive layers",
     )
     max_excluded: MaxExcluded | None = Field(default=None, description="limits of `exclude: auto`")
-    calibration_method: CalibrationMethod = Field(
-        default="percentile",
-        description=f"{_RANGE_SCHEMES}: how activation ranges are found",
+    calibration_method: CalibrationMethod | None = Field(
+        default=None,
+        description=f"{_RANGE_SCHEMES}: how activation ranges are found; default: percentile,"
+        f" {_FLOAT_RANGE_SCHEMES}: minmax",
     )
     calibration_percentile: float = Field(
         default=99.99,
@@ -254,6 +256,20 @@ class QuantizeSettings(PartSchemeSettings):
                 code="settings-conflict",
             )
 
+    def _check_range_method(self) -> None:
+        """Refuse searches of ranges for integers where activations are floats.
+
+        Raises:
+            SettingError: it is one.
+        """
+        are_floats = any(SCHEMES[name].has_float_activations for name in self.used_schemes())
+        if are_floats and self.range_method in ("entropy", "mse"):
+            raise SettingError(
+                f"calibration_method: {self.range_method} searches a range for integers, and activations of"
+                f" {_FLOAT_RANGE_SCHEMES} are floats. Set minmax or percentile",
+                code="settings-conflict",
+            )
+
     def _check_rows(self) -> None:
         """Refuse settings that need another one, or samples that nothing uses.
 
@@ -286,15 +302,13 @@ class QuantizeSettings(PartSchemeSettings):
                     " it",
                     code="unused-setting",
                 )
-        if "calibration_percentile" in set_fields and "percentile" not in (
-            self.calibration_method,
-            self.clip,
-        ):
+        if "calibration_percentile" in set_fields and "percentile" not in (self.range_method, self.clip):
             raise SettingError(
-                f"calibration_percentile has no effect with calibration_method: {self.calibration_method};"
+                f"calibration_percentile has no effect with calibration_method: {self.range_method};"
                 " remove it",
                 code="unused-setting",
             )
+        self._check_range_method()
         conflict = None
         if self.mixed_precision is not None:
             conflict = "mixed_precision"
@@ -389,6 +403,13 @@ class QuantizeSettings(PartSchemeSettings):
     def needs_activation_ranges(self) -> bool:
         """Whether a scheme needs the range of activations."""
         return any(SCHEMES[name].requires_calibration for name in self.used_schemes())
+
+    @property
+    def range_method(self) -> CalibrationMethod:
+        """How activation ranges are found."""
+        schemes = [SCHEMES[name] for name in self.used_schemes() if SCHEMES[name].requires_calibration]
+        are_floats = bool(schemes) and all(scheme.has_float_activations for scheme in schemes)
+        return self.calibration_method or ("minmax" if are_floats else "percentile")
 
     @property
     def scales_inputs(self) -> bool:
@@ -518,6 +539,7 @@ class QuantizeSettings(PartSchemeSettings):
         """
         dumped = super().to_report() | shared_options(self.used_schemes(), self)
         dumped |= {"embeddings": self.quantizes_embeddings, "output_layer": self.quantizes_output_layer}
+        dumped["calibration_method"] = self.range_method
         if self.mixed_precision is None:
             dumped["embedding_scheme"] = self.resolved_embedding_scheme
         unused = {name for name, means in self._effective_settings().items() if not means}
@@ -528,7 +550,7 @@ class QuantizeSettings(PartSchemeSettings):
         """Return which settings have an effect, of those that others may switch off."""
         uniform = self.mixed_precision is None
         uses_percentile = "percentile" in (
-            self.calibration_method if self.needs_activation_ranges else "",
+            self.range_method if self.needs_activation_ranges else "",
             self.clip,
         )
         return {

@@ -32,6 +32,7 @@ from smelt.export.parity.operator_checks import (
     session_shape,
 )
 from smelt.export.parity.references import (
+    HALF_SUFFIX,
     LOGITS_TOLERANCES,
     ExactReference,
     TorchReference,
@@ -202,9 +203,14 @@ class ExportedModel:
     fp32_modules: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
+    def file_dtype(self) -> str:
+        """The precision of the files."""
+        return "fp32" if self.target == "openvino" else self.dtype
+
+    @property
     def is_half_precision(self) -> bool:
         """Whether the files are fp16 or bf16."""
-        return self.tolerance in ("fp16", "bf16")
+        return self.file_dtype in ("fp16", "bf16")
 
     @property
     def output_name(self) -> str:
@@ -252,9 +258,9 @@ def _check_exactly(subject: ExportedModel, reference: TorchReference) -> Differe
     exact_reference = run_exact(subject.model, reference)
     _require_unchanged(subject, reference, exact_reference)
     if subject.is_half_precision:
-        round_weights_(subject.model, subject.tolerance, _fp32_weights(subject))
+        round_weights_(subject.model, subject.file_dtype, _fp32_weights(subject))
         exact_reference = run_exact(subject.model, reference)
-    kind = {"fp16": "rounded", "bf16": "rounded-bf16"}.get(subject.tolerance, "fp32")
+    kind = {"fp16": "rounded", "bf16": "rounded-bf16"}.get(subject.file_dtype, "fp32")
     with _float32_copy(subject) as folder:
         try:
             with _open_runner(subject, folder, "fp32") as runner:
@@ -372,7 +378,9 @@ def _check_as_deployed(subject: ExportedModel, reference: TorchReference) -> Dif
     exact_reference = ExactReference(reference.logits, reference.encoder_states)
     dtype = "fp32" if subject.is_half_precision else subject.dtype
     with _rounding_copy(subject) as folder, _open_runner(subject, folder, dtype) as runner:
-        tolerance_kinds = [kind for kind in (subject.tolerance, subject.dtype) if kind in LOGITS_TOLERANCES]
+        of_files = f"{subject.tolerance}{HALF_SUFFIX if subject.is_half_precision else ''}"
+        kinds = (subject.tolerance, of_files, subject.dtype)
+        tolerance_kinds = [kind for kind in kinds if kind in LOGITS_TOLERANCES]
         kind = max(tolerance_kinds, key=lambda kind: LOGITS_TOLERANCES[kind].mean_difference)
         return _compare(runner, subject.output_name, reference, exact_reference, kind)
 

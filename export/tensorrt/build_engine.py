@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 from smelt.core.errors import RunError, did_you_mean
 from smelt.core.messages import Message, warning
 from smelt.export.settings import HardwareCompatibility, WeightStorage
-from smelt.runtimes.tensorrt_engine import make_logger
+from smelt.export.tensorrt.engine_summary import inspect_engine, summarize_network
+from smelt.generation.backend import PAST_PREFIX
+from smelt.runtimes.tensorrt_engine import current_gpu, make_logger
 from smelt.stage import Progress
 
 _ANY_OPERATOR = "*"
@@ -331,9 +333,13 @@ def causal_ranges(
 def profile_shapes(model: Any, ranges: Mapping[str, SizeRange], graph: str) -> ProfileShapes:
     """Return min, opt and max shape of every dynamic input of an ONNX model, and those of `VALUE_INPUTS`.
 
+    The batch of a graph with a cache is the range `rows`, if there is one: each beam of a text is a row.
+
     Raises:
         RunError: a dynamic dimension has no name, or one that is not in `DIMENSION_NAMES`.
     """
+    if "rows" in ranges and any(value.name.startswith(PAST_PREFIX) for value in model.graph.input):
+        ranges = {**ranges, "batch": ranges["rows"]}
     size_ranges = {
         alias: ranges[name]
         for name, aliases in DIMENSION_NAMES.items()
@@ -392,19 +398,32 @@ _WEIGHT_FLAGS: dict[WeightStorage, tuple[str, ...]] = {
 class BuildOptions:
     """Options of the TensorRT builder; the stage's settings describe them."""
 
-    workspace_mib: int
+    workspace_mib: int | None
     optimization_level: int
     tf32: bool
     hardware_compatibility: HardwareCompatibility
     version_compatible: bool
     timing_cache: Path | None
     weights: WeightStorage = "embedded"
+    weight_streaming: bool = False
+
+
+class BuiltEngine(NamedTuple):
+    """A serialized engine, TensorRT's warnings, and summaries of the parsed network and of the engine.
+
+    kernels: what the engine inspector reports, None without a GPU.
+    """
+
+    plan: bytes
+    warnings: list[Message]
+    network: dict[str, Any]
+    kernels: dict[str, Any] | None
 
 
 def build_engine(
     trt: Any, path: Path, profiles: Sequence[ProfileShapes], options: BuildOptions, progress: Progress
-) -> tuple[bytes, list[Message]]:
-    """Return the serialized engine for the ONNX file `path`, and TensorRT's warnings.
+) -> BuiltEngine:
+    """Return the engine for the ONNX file `path`.
 
     profiles: the shapes of each optimization profile; empty for a graph without dynamic sizes.
 
@@ -431,7 +450,11 @@ def build_engine(
     warnings = [
         line for line in dict.fromkeys(logger.warnings) if not any(part in line for part in _IGNORED_WARNINGS)
     ]
-    return bytes(plan), [explain_warning(line) for line in warnings]
+    plan_bytes = bytes(plan)
+    # an engine that was built ahead of time, without a GPU, cannot be opened
+    kernels = None if current_gpu() is None else inspect_engine(trt, plan_bytes, make_logger(trt))
+    messages = [explain_warning(line) for line in warnings]
+    return BuiltEngine(plan_bytes, messages, summarize_network(network), kernels)
 
 
 def make_builder(trt: Any, logger: Any, graph: str) -> Any:
@@ -481,10 +504,16 @@ def _read_parser_error(error: Any) -> ParserError:
 
 def _configure(trt: Any, builder: Any, options: BuildOptions, progress: Progress, note: str) -> Any:
     config = builder.create_builder_config()
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+    if options.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     config.builder_optimization_level = options.optimization_level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine inspector
     flag = config.set_flag if options.tf32 else config.clear_flag
     flag(trt.BuilderFlag.TF32)
+    # weights of which two of every four are zero may use sparse kernels; others are not changed
+    config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+    if options.weight_streaming:
+        config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
     if options.version_compatible:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
     if options.hardware_compatibility != "none":

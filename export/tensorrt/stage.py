@@ -112,13 +112,17 @@ class TensorrtStage(Stage[TensorrtSettings]):
             src.path, profiles, limit, ctx.warnings, imported_shapes if is_imported else profile_shapes
         )
         options = _build_options(trt, settings)
+        summaries: dict[str, dict[str, Any]] = {}
         for path, shapes in graphs.items():
-            plan, warnings = build_engine(trt, path, shapes, options, ctx.progress)
+            built = build_engine(trt, path, shapes, options, ctx.progress)
             target_path = ctx.out / f"{path.stem}.plan"
-            target_path.write_bytes(plan)
-            write_sidecar(target_path, _engine_sidecar(trt, path, plan, shapes, options))
+            target_path.write_bytes(built.plan)
+            write_sidecar(target_path, _engine_sidecar(trt, path, built.plan, shapes, options))
+            summaries[path.stem] = {"network": built.network}
+            if built.kernels is not None:
+                summaries[path.stem]["kernels"] = built.kernels
             record_built_engine(target_path)
-            for warning in warnings[:5]:
+            for warning in built.warnings[:5]:
                 ctx.warn(warning.code, f"TensorRT: {warning.message[:300]}", file=path.name)
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
@@ -128,6 +132,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
         ctx.details.update(
             target="tensorrt",
             tensorrt=f"{trt.__name__} {trt.__version__}",
+            engines=summaries,
             profile=_as_lists(profiles[largest_profile(profiles)]),
         )
         if len(profiles) > 1:
@@ -189,6 +194,7 @@ def _build_options(trt: Any, settings: TensorrtSettings) -> BuildOptions:
     return BuildOptions(
         settings.workspace_mib, settings.optimization_level, settings.tf32,
         settings.hardware_compatibility, settings.version_compatible, cache, settings.weights,
+        settings.weight_streaming,
     )  # fmt: skip
 
 
@@ -206,7 +212,11 @@ def _engine_sidecar(
         weights=options.weights,
         version_compatible=options.version_compatible,
         hardware_compatibility=options.hardware_compatibility,
-        flags={"tf32": options.tf32, "optimization_level": options.optimization_level},
+        flags={
+            "tf32": options.tf32,
+            "optimization_level": options.optimization_level,
+            "weight_streaming": options.weight_streaming,
+        },
         profiles=[
             {name: [list(sizes) for sizes in input_shapes] for name, input_shapes in shapes.items()}
             for shapes in profiles
@@ -293,6 +303,12 @@ def _batch_range(settings: TensorrtSettings) -> SizeRange:
     return SizeRange(1, settings.opt_batch_size, settings.max_batch_size)
 
 
+def _row_range(settings: TensorrtSettings) -> SizeRange:
+    """Return the range of the rows of a decoder: texts by beams."""
+    beams = settings.num_beams or 1
+    return SizeRange(1, settings.opt_batch_size * beams, settings.max_batch_size * beams)
+
+
 def _decoder_only_ranges(
     folder: Path, config: dict[str, Any], parts: Sequence[TensorrtSettings], limit: int, ctx: Context
 ) -> list[DimensionRanges]:
@@ -301,7 +317,8 @@ def _decoder_only_ranges(
     opt_lengths = [part.lengths.opt if part.lengths is not None and len(parts) > 1 else 1 for part in parts]
     longest = parts[0].max_new_tokens or max_output_tokens(folder, ctx.task)
     return [
-        {"batch": _batch_range(part)} | causal_ranges(prompt, longest, limit, max(prompts), opt)
+        {"batch": _batch_range(part), "rows": _row_range(part)}
+        | causal_ranges(prompt, longest, limit, max(prompts), opt)
         for part, prompt, opt in zip(parts, prompts, opt_lengths, strict=True)
     ]
 
@@ -324,6 +341,7 @@ def _text_ranges(
         if ctx.traits.architecture == "encoder-decoder":
             longest = part.max_new_tokens or max_output_tokens(folder, ctx.task)
             ranges["past"] = past_range(outputs or lengths or [2], longest, limit)
+            ranges["rows"] = _row_range(part)
         profiles.append(ranges)
     max_length = max(ranges["input"].max for ranges in profiles)
     num_longer = sum(n > max_length for n in lengths)
@@ -549,7 +567,7 @@ def tensorrt_options(
         "trt_bf16_enable": _bool_option(dtype == "bf16"),
         "trt_int8_enable": _bool_option(quantized),
         "trt_layer_norm_fp32_fallback": _bool_option(dtype == "fp16"),
-        "trt_max_workspace_size": str(settings.workspace_mib << 20),
+        "trt_sparsity_enable": "True",
         "trt_builder_optimization_level": str(settings.optimization_level),
         "trt_timing_cache_enable": _bool_option(settings.timing_cache),
         "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
@@ -560,6 +578,11 @@ def tensorrt_options(
             )
             for bound_index, end in enumerate(("min", "opt", "max"))
         },
+        **(
+            {}
+            if settings.workspace_mib is None
+            else {"trt_max_workspace_size": str(settings.workspace_mib << 20)}
+        ),
     }
 
 

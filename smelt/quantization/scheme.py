@@ -152,6 +152,8 @@ class Scheme(Protocol):
     requires_calibration: whether it needs the range of activations, calibrated on samples.
     per_tensor_activations: whether all activations of a layer are quantized with one scale, so that a channel
         of large values reduces the precision of the others.
+    has_float_activations: whether quantized activations are floats, which keep their relative precision: no
+        range is clipped unless the recipe asks for it.
     supports_conv: whether it quantizes convolutions too, with a scale for each output channel.
     packages: additional packages that it needs in torch: names in the package index, with
         the oldest supported release.
@@ -192,6 +194,7 @@ class Scheme(Protocol):
     split_scheme: ClassVar[str] = ""
     requires_calibration: ClassVar[bool] = False
     per_tensor_activations: ClassVar[bool] = False
+    has_float_activations: ClassVar[bool] = False
     supports_conv: ClassVar[bool] = False
     packages: ClassVar[Mapping[str, str]] = {}
     supports_shortlist: ClassVar[bool] = True

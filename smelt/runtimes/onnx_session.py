@@ -22,6 +22,8 @@ REEXPORT_HINT = "Run the onnx stage again to export it."
 # By default ONNX Runtime turns a blocked DequantizeLinear before a MatMul into a MatMulNBits at accuracy
 # level 4: it would round activations that the graph does not round.
 FLOAT_ACTIVATIONS_OPTION = ("session.qdq_matmulnbits_accuracy_level", "0")
+# computes QuantizeLinear and DequantizeLinear as they are, instead of fused integer operators
+SEPARATE_QDQ_OPTION = ("session.disable_quant_qdq", "1")
 
 
 def cuda_provider_config(tf32: bool = False) -> tuple[str, dict[str, str]]:
@@ -86,14 +88,26 @@ def _open_session(path: Path, options: Any, providers: list[Any]) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, **more)
     except Exception:
-        if not lacks_vnni(CPU_INFO):
-            raise
         import onnx
 
+        model = onnx.load(path, load_external_data=False)
+        if has_float8(model.graph):
+            # ONNX Runtime 1.31 fuses two DequantizeLinear and a MatMul into an operator without float8
+            options.add_session_config_entry(*SEPARATE_QDQ_OPTION)
+            return onnxruntime.InferenceSession(str(path), options, **more)
+        if not lacks_vnni(CPU_INFO):
+            raise
         model = onnx.load(path)
         if not separate_int8_readers(model.graph):
             raise
         return onnxruntime.InferenceSession(model.SerializeToString(), options, **more)
+
+
+def has_float8(graph: Any) -> bool:
+    """Return whether an onnx.GraphProto has weights in float8 (E4M3)."""
+    from onnx import TensorProto
+
+    return any(tensor.data_type == TensorProto.FLOAT8E4M3FN for tensor in graph.initializer)
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ ALLOWED_OPTIONS = frozenset(
     {
         *("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable", "trt_layer_norm_fp32_fallback"),
         *("trt_max_workspace_size", "trt_builder_optimization_level", "trt_timing_cache_enable"),
-        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable"),
+        *("trt_engine_hw_compatible", "trt_context_memory_sharing_enable", "trt_sparsity_enable"),
         *(f"trt_profile_{end}_shapes" for end in ("min", "opt", "max")),
     }
 )
@@ -340,6 +340,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         self.max_tokens_per_call: int | None = None
         self.max_total_tokens: int | None = None
         self._most_rows: int | None = None
+        self._most_decoder_rows: int | None = None
         opener = None
         if self.device == "cuda":
             self.name = "onnxruntime-tensorrt"
@@ -363,6 +364,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
                 code="missing-engine-sizes",
             )
         self._most_rows, self.max_tokens_per_call = sizes[_ROWS], sizes[_LENGTH] if has_tokens else None
+        self._most_decoder_rows = main["input_ids"][_ROWS] if graphs.uses_cache else self._most_rows
         # a cache that only the previous graph fills is as long as the source text, not as the output
         growing_caches = [name for name in main if name.startswith(_PAST) and ".encoder." not in name]
         if graphs.uses_cache and growing_caches:
@@ -371,30 +373,33 @@ class OrtTensorrtBackend(NoGenerationGraphs):
             )  # the last token of a text is never an input
         return lambda path, threads: open_provider_session(path, options[path.stem], threads)
 
-    def _split_rows(self, rows: int) -> list[slice]:
-        most = self._most_rows or max(1, rows)
-        return [slice(start, min(rows, start + most)) for start in range(0, rows, most)]
+    def _split_decoder_rows(self, rows: int) -> list[slice]:
+        return _split_rows(rows, self._most_decoder_rows or max(1, rows))
 
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run a graph once; return all of its outputs by name."""
         count = len(next(iter(feeds.values())))  # axis 0 of all inputs is the row
         parts = [
-            self._inner.call(graph, _select_rows(feeds, row_slice)) for row_slice in self._split_rows(count)
+            self._inner.call(graph, _select_rows(feeds, row_slice))
+            for row_slice in _split_rows(count, self._most_rows or max(1, count))
         ]
         return {name: np.concatenate([outputs[name] for outputs in parts]) for name in parts[0]}
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> SplitDecodeState:
         """Run the graph before `main`, if there is one; start with empty caches."""
-        return SplitDecodeState(
-            [
-                self._inner.start(
-                    row_slice.stop - row_slice.start,
-                    _select_rows(feeds or {}, row_slice),
-                    _select_rows(shared or {}, row_slice),
-                )
-                for row_slice in self._split_rows(rows)
-            ]
-        )
+        parts = [
+            self._inner.start(
+                row_slice.stop - row_slice.start,
+                _select_rows(feeds or {}, row_slice),
+                _select_rows(shared or {}, row_slice),
+            )
+            for row_slice in _split_rows(rows, self._most_rows or max(1, rows))
+        ]
+        slices = self._split_decoder_rows(rows)
+        if len(slices) < len(parts):  # a decoder takes more rows, as many as there are beams
+            all_rows = np.arange(rows)
+            parts = [self._inner.select_rows(parts, all_rows[row_slice], None) for row_slice in slices]
+        return SplitDecodeState(parts)
 
     def step(self, held: SplitDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return logits, [R, V] or [R, S or last, V].
@@ -409,7 +414,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
                 f" Export again with onnx: {{engine: {{max_new_tokens: ..., lengths: ...}}}}.",
                 code="engine-limit",
             )
-        slices = self._split_rows(len(feeds["input_ids"]))
+        slices = self._split_decoder_rows(len(feeds["input_ids"]))
         part_logits = [
             self._inner.step(state_part, _select_rows(feeds, row_slice), last)
             for state_part, row_slice in zip(held.parts, slices, strict=True)
@@ -418,7 +423,7 @@ class OrtTensorrtBackend(NoGenerationGraphs):
 
     def reorder_cache(self, held: SplitDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], in parts of at most the engine's number of rows."""
-        slices = self._split_rows(len(rows))
+        slices = self._split_decoder_rows(len(rows))
         if len(held.parts) == len(slices) == 1:
             self._inner.reorder_cache(held.parts[0], rows, shared)
             return
@@ -431,6 +436,10 @@ class OrtTensorrtBackend(NoGenerationGraphs):
     def close(self) -> None:
         """Free the sessions and their engines."""
         self._inner.close()
+
+
+def _split_rows(rows: int, most: int) -> list[slice]:
+    return [slice(start, min(rows, start + most)) for start in range(0, rows, most)]
 
 
 def _select_rows(feeds: Feeds, rows: slice) -> dict[str, NDArray[Any]]:

@@ -116,6 +116,9 @@ class TensorrtEngine:
             )
         if sidecar is not None and sidecar.weights == "stripped":
             self._refit_weights(trt, path.with_name(sidecar.graph))
+        if sidecar is not None and sidecar.flags.get("weight_streaming"):
+            # as many weights on the GPU as fit next to the activations
+            self.engine.weight_streaming_budget_v2 = self.engine.get_weight_streaming_automatic_budget()
         self._context = self.engine.create_execution_context()
         if self._context is None:
             raise RunError(
@@ -134,6 +137,7 @@ class TensorrtEngine:
         # the smallest first: the smallest that fits a call is the fastest
         self._profiles = sorted(self._read_profiles(), key=lambda profile: profile.size)
         self._chosen = -1
+        self._bound_inputs: dict[str, tuple[int, torch.Size]] = {}
         self._select_profile(self._profiles[-1])
         stream.synchronize()
 
@@ -167,6 +171,7 @@ class TensorrtEngine:
                 code="unusable-profile",
             )
         self._chosen = profile.index
+        self._bound_inputs.clear()  # another profile needs all shapes again
 
     def _tensor_dtype(self, name: str) -> torch.dtype:
         dtype = self.engine.get_tensor_dtype(name).name
@@ -202,9 +207,14 @@ class TensorrtEngine:
         self._select_profile((accepting or self._profiles[-1:])[0])
         for name in self.inputs:
             tensor = feeds[name].to(self._tensor_device(name), self.types[name]).contiguous()
+            live_tensors.append(tensor)
+            memory = tensor.data_ptr(), tensor.shape
+            if memory[0] and self._bound_inputs.get(name) == memory:
+                continue  # as in the last run: what all steps of a text share
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise RunError(self._out_of_range_message(name, tensor), code="engine-limit")
             self._bind(name, tensor, live_tensors)
+            self._bound_inputs[name] = memory
         self._infer_shapes()
         outputs = {}
         for name in self.outputs:
@@ -346,6 +356,10 @@ class TensorrtBackend(NoGenerationGraphs):
         with_rows = (name for name in first.inputs if self._axes.get(name, _ROWS) is not None)
         self._lead = "input_ids" if has_tokens else next(with_rows)
         self._most_rows = first.max_dimension(self._lead, self._axes.get(self._lead) or _ROWS)
+        # each beam of a text is a row of the decoder
+        self._most_decoder_rows = (
+            main.max_dimension("input_ids", _ROWS) if graphs.uses_cache else self._most_rows
+        )
         self.max_tokens_per_call: int | None = (
             first.max_dimension("input_ids", _LENGTH) if has_tokens else None
         )
@@ -358,16 +372,14 @@ class TensorrtBackend(NoGenerationGraphs):
             raise InputError(f"{self._folder}: this model is closed. Load it again.", code="closed-model")
         return self._engines[name]
 
-    def _split_rows(self, rows: int) -> list[slice]:
-        return [slice(start, min(rows, start + self._most_rows)) for start in range(0, rows, self._most_rows)]
-
     @torch.inference_mode()
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run an engine once; return all of its outputs by name, floats as float32."""
         engine = self._engine(graph)
         with torch.cuda.stream(self._stream):
             count = feeds[self._lead].shape[self._axes.get(self._lead) or _ROWS]
-            parts = [engine(_to_gpu(feeds, row_slice, self._axes)) for row_slice in self._split_rows(count)]
+            slices = _split_rows(0, count, self._most_rows)
+            parts = [engine(_to_gpu(feeds, row_slice, self._axes)) for row_slice in slices]
             return {
                 name: _to_numpy([outputs[name] for outputs in parts], self._axes.get(name) or _ROWS)
                 for name in engine.outputs
@@ -382,7 +394,7 @@ class TensorrtBackend(NoGenerationGraphs):
             return TensorrtDecodeState(
                 [
                     self._start_batch(row_slice, feeds or {}, shared or {})
-                    for row_slice in self._split_rows(rows)
+                    for row_slice in _split_rows(0, rows, self._most_decoder_rows)
                 ]
             )
 
@@ -390,9 +402,15 @@ class TensorrtBackend(NoGenerationGraphs):
         main = self._engine(self._graphs.main.name)
         gpu_inputs = _to_gpu(shared, rows)
         if self._graphs.encoder is not None:
-            outputs = self._engine(self._graphs.encoder.name)(_to_gpu(feeds, rows))
+            encoder = self._engine(self._graphs.encoder.name)
+            parts = [
+                encoder(_to_gpu(feeds, row_slice))
+                for row_slice in _split_rows(rows.start, rows.stop, self._most_rows)
+            ]
             gpu_inputs |= {
-                past_input_name(name): t for name, t in outputs.items() if name.startswith(PRESENT_PREFIX)
+                past_input_name(name): _concat_batches([outputs[name] for outputs in parts])
+                for name in encoder.outputs
+                if name.startswith(PRESENT_PREFIX)
             }
         caches = {}
         for name in (name for name in main.inputs if name.startswith(PAST_PREFIX) and name not in gpu_inputs):
@@ -433,13 +451,17 @@ class TensorrtBackend(NoGenerationGraphs):
                     {name: tensor[row_slice] for name, tensor in caches.items()},
                     {name: tensor[row_slice] for name, tensor in common.items()} if shared else old[i].shared,
                 )
-                for i, row_slice in enumerate(self._split_rows(len(rows)))
+                for i, row_slice in enumerate(_split_rows(0, len(rows), self._most_decoder_rows))
             ]
 
     def close(self) -> None:
         """Free engines and contexts."""
         self._engines.clear()
         self._threads.release()
+
+
+def _split_rows(start: int, stop: int, most: int) -> list[slice]:
+    return [slice(first, min(stop, first + most)) for first in range(start, stop, most)]
 
 
 def _to_gpu(feeds: Feeds, rows: slice, axes: Mapping[str, int | None] = NO_SAMPLE_AXES) -> dict[str, Tensor]:

@@ -23,8 +23,11 @@ FOLDERS = ("smelt", "compress", "export", "evaluate")
 HOME = ROOT / "smelt" / "quantization" / "schemes"
 SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))
 PAGE = (ROOT / "docs" / "reference" / "stages" / "quantize.md").read_text(encoding="utf-8")
-# names that are also ONNX's words for the types of elements
-TYPES = {"export/tensorrt/value_rules.py": {"int2"}}
+# names that are also words of ONNX and TensorRT for the types of elements
+TYPES = {
+    "export/tensorrt/value_rules.py": {"int2"},
+    "export/tensorrt/engine_summary.py": {"fp8", "int4"},
+}
 
 
 def name_of(path: Path) -> str:

@@ -125,13 +125,22 @@ def prompts(runner: Any, rows: int = 3) -> Batch:
     return Batch(np.random.default_rng(0).integers(5, 300, (3, 6)) * mask, mask)
 
 
+@pytest.fixture(scope="module")
+def beam_translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `translator`, but its decoder takes six rows at once."""
+    return with_provider_options(
+        tensorrt_graphs.copy_graphs("marian", tmp_path_factory.mktemp("b") / "g"),
+        TEXTS | {"rows": SizeRange(1, 2, 6)},
+    )
+
+
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize(("kind", "rows"), [("translator", 5), ("writer", 3)])
+@pytest.mark.parametrize(("kind", "rows"), [("translator", 5), ("beam_translator", 5), ("writer", 3)])
 def test_tokens_equal_onnx_runtime_with_split_rows_and_prompts(
     kind: str, rows: int, beams: int, fed: list[Any], request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(kind)
-    make = batch_of if kind == "translator" else prompts
+    make = prompts if kind == "writer" else batch_of
     settings = GenerationSettings(num_beams=beams, max_new_tokens=8)
     with open_folder(folder, "onnx", "tensorrt", 1) as runner:
         expected = generate(runner, make(runner, rows), settings)
@@ -139,7 +148,8 @@ def test_tokens_equal_onnx_runtime_with_split_rows_and_prompts(
         assert (runner.name, runner.device) == ("onnxruntime-tensorrt", "cuda")
         assert generate(runner, make(runner, rows), settings) == expected
     assert len({tuple(row) for row in expected}) > 1
-    assert max(shape[0] for name, shape in fed if name == "input_ids") == 2
+    most = min(6, beams * rows) if kind == "beam_translator" else 2
+    assert max(shape[0] for name, shape in fed if name == "input_ids") == most
     assert [shape[0] for name, shape in fed if name == "input_ids"][:2] == [2, 2 if rows == 5 else 1]
 
 

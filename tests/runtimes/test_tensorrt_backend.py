@@ -129,6 +129,42 @@ def test_translations_equal_onnx_runtime_with_split_batches(trt, translator, bea
     assert max(rows) == 2
 
 
+def decoder_runs(trt):
+    """The shapes of the caches that the decoder's runs read, by their first one."""
+    return [call[2] for call in trt.calls if call[:2] == ("set_input_shape", "past_key_values.0.decoder.key")]
+
+
+def test_beams_of_a_full_batch_are_rows_of_one_run_per_token(trt, tmp_path):
+    folder = tensorrt_graphs.copy_graphs("marian", tmp_path / "fp16", half=True)
+    ranges = RANGES | {"batch": SizeRange(1, 1, 4), "rows": SizeRange(1, 4, 12)}
+    for path in folder.glob("*.onnx"):
+        shapes = profile_shapes(load_graph(path), ranges, path.name)
+        fake_tensorrt.write_plan(path, shapes, path.with_suffix(".plan"))
+    generation = GenerationSettings(num_beams=3, max_new_tokens=10)
+    with open_folder(folder, "onnx", "tensorrt", 1) as runner:
+        expected = [generate(runner, batch_of(runner, rows), generation) for rows in (4, 5)]
+    with open_runner(artifact(folder, "tensorrt", "translation"), 1) as runner:
+        assert generate(runner, batch_of(runner, 4), generation) == expected[0]
+        assert all(shape[0] in (4, 12) for shape in decoder_runs(trt))
+        lengths = [shape[2] for shape in decoder_runs(trt)]
+        assert lengths == list(range(len(lengths)))  # one run for a token
+        trt.calls.clear()
+        # the encoder takes four texts at once, the decoder twelve rows
+        assert generate(runner, batch_of(runner, 5), generation) == expected[1]
+        assert [shape[0] for shape in decoder_runs(trt)][:5] == [5, 12, 3, 12, 3]
+
+
+def test_inputs_that_all_steps_share_are_bound_once(trt, translator):
+    with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
+        state = runner.encode(batch_of(runner, 2))
+        for token in (0, 5, 6):
+            runner.decode_step(state, np.full(2, token))
+    names = [call[1] for call in trt.calls if call[0] == "set_tensor_address"]
+    assert names.count("past_key_values.0.encoder.key") == 1
+    assert names.count("past_key_values.0.decoder.key") == 3
+    assert names.count("present.0.decoder.key") == 3
+
+
 def test_each_engine_selects_its_profile_once_and_sets_shapes_before_running(trt, translator):
     with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
         state = runner.encode(batch_of(runner, 2))

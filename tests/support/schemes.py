@@ -153,7 +153,9 @@ class _ParallelLayers(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
-def export_layers(layers: list[QuantizedLinear], x: torch.Tensor, target: Any = "ort-cpu") -> Any:
+def export_layers(
+    layers: list[QuantizedLinear], x: torch.Tensor, target: Any = "ort-cpu", opset: int = 20
+) -> Any:
     """Return the onnx.ModelProto of layers that read `x` [B, S, K], as the stage `onnx` writes it."""
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.graphs.export_graph import export_graph
@@ -162,7 +164,7 @@ def export_layers(layers: list[QuantizedLinear], x: torch.Tensor, target: Any = 
     exported = export_graph(
         GraphSpec("model", _ParallelLayers(layers).eval(), (x,), ["x"], ["y"], ({1: "length"},)),
         target,
-        20,
+        opset,
     )
     expand_placeholders(exported)
     return exported

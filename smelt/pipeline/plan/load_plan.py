@@ -65,7 +65,7 @@ from smelt.pipeline.plan.step_checks import (
     check_teacher_tokenizers,
     read_steps,
     set_autotune_sizes,
-    set_engine_lengths,
+    set_engine_sizes,
 )
 from smelt.pipeline.plan.step_draft import idle_autotune_warnings
 from smelt.pipeline.plan.task_checks import (
@@ -268,7 +268,7 @@ def check_window_length(context: CheckContext) -> Iterator[Finding]:
 # Checks that fill the context, each from what those before it have read.
 READERS: tuple[Check, ...] = (
     read_steps,
-    set_engine_lengths,
+    set_engine_sizes,
     set_autotune_sizes,
     select_steps,
     plan_gates,

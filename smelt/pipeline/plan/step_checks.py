@@ -6,7 +6,7 @@ accept the format of their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from smelt.compress.trim_vocabulary.select_tokens import read_kept_tokens
 from smelt.core.artifact import Format
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import path_exists, resolve_path
-from smelt.core.messages import Message, error_message
+from smelt.core.messages import Message, error_message, warning
 from smelt.data.labels import has_classifier
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.metrics.registry import AGREEMENT_METRIC, METRICS_BY_TASK
@@ -425,43 +425,55 @@ INPUT_CHECKS: tuple[StepCheck, ...] = (
 )
 
 
-def set_engine_lengths(context: CheckContext) -> Iterator[Finding]:
-    """Set `max_new_tokens` of engines to that of `score: {generation: ...}`, where steps do not set it.
+def set_engine_sizes(context: CheckContext) -> Iterator[Finding]:
+    """Set `max_new_tokens` and `num_beams` of engines to those of `score: {generation: ...}`.
 
-    Applies to `tensorrt`, and to `engine` of an `onnx` for TensorRT's providers. If neither is set, the stage
-    uses the model's own value. A value below that of the scoring is an error: scoring would fail on longer
-    outputs.
+    Steps that set them keep their own. Applies to `tensorrt`, and to `engine` of an `onnx` for TensorRT's
+    providers. Without a number of tokens the stage uses the model's own. Fewer tokens than scoring needs are
+    an error, since scoring would fail on longer outputs; fewer beams a warning, since more rows than an
+    engine takes are run in parts.
     """
-    needed = context.recipe.score.generation.max_new_tokens
-    if context.recipe.traits.output != "text" or needed is None:
+    generation = context.recipe.score.generation
+    if context.recipe.traits.output != "text":
         return
+    needed = generation.max_new_tokens
     for step in context.steps:
-        limit = _engine_max_new_tokens(step)
-        if limit is not None and limit < needed:
-            setting = "max_new_tokens" if step.stage == "tensorrt" else "engine.max_new_tokens"
+        prefix = "" if step.stage == "tensorrt" else "engine."
+        beams = _engine_setting(step, "num_beams")
+        if beams is not None and beams < generation.num_beams:
+            text = (
+                f"The engine is built for {beams} beams, but scores use {generation.num_beams}: a full batch"
+                f" is decoded in {-(-generation.num_beams // beams)} parts, one after the other. Set"
+                f" num_beams: {generation.num_beams}, or remove it."
+            )
+            path = context.setting_path(step.name, f"{prefix}num_beams")
+            yield path, warning("engine-has-fewer-beams", text)
+        limit = _engine_setting(step, "max_new_tokens")
+        if limit is not None and needed is not None and limit < needed:
+            setting = f"{prefix}max_new_tokens"
             text = (
                 f"{limit} is less than score: {{generation: {{max_new_tokens: {needed}}}}}. An engine cannot"
                 f" generate more tokens than it was built for. Set at least {needed} here."
             )
             yield context.setting_path(step.name, setting), error_message("engine-too-short", text)
-    context.steps = tuple(_with_max_new_tokens(step, needed) for step in context.steps)
+    wanted = {"max_new_tokens": needed, "num_beams": generation.num_beams}
+    context.steps = tuple(_with_engine_sizes(step, wanted) for step in context.steps)
 
 
-def _engine_max_new_tokens(step: PlanStep) -> int | None:
-    """Return `max_new_tokens` of a step's engines; None if not set."""
+def _engine_setting(step: PlanStep, name: str) -> int | None:
+    """Return a setting of a step's engines; None if not set."""
     engine = step.settings if step.stage == "tensorrt" else getattr(step.settings, "engine", None)
-    max_new_tokens: int | None = getattr(engine, "max_new_tokens", None)
-    return max_new_tokens
+    value: int | None = getattr(engine, name, None)
+    return value
 
 
-def _with_max_new_tokens(step: PlanStep, wanted: int) -> PlanStep:
-    if _engine_max_new_tokens(step) is not None:
-        return step
+def _with_engine_sizes(step: PlanStep, wanted: Mapping[str, int | None]) -> PlanStep:
+    missing = {name: value for name, value in wanted.items() if _engine_setting(step, name) is None}
     if step.stage == "tensorrt":
-        update: dict[str, object] = {"max_new_tokens": wanted}
+        update: dict[str, object] = dict(missing)
     elif getattr(step.settings, "target", None) == "ort-tensorrt":
         engine = getattr(step.settings, "engine", None) or ProviderSettings()
-        update = {"engine": engine.model_copy(update={"max_new_tokens": wanted})}
+        update = {"engine": engine.model_copy(update=missing)}
     else:
         return step
     return replace(step, settings=step.settings.model_copy(update=update))

@@ -22,6 +22,7 @@ from smelt.quantization.schemes.additive import Additive
 from smelt.quantization.schemes.affine import Int2, Int3, Int4, Int8Groupwise
 from smelt.quantization.schemes.bitsandbytes import BnbInt8, BnbNf4
 from smelt.quantization.schemes.float4 import Mxfp4, Pow2
+from smelt.quantization.schemes.fp8 import Fp8
 from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.int8_static import Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
@@ -34,6 +35,7 @@ _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Dynamic(),
     Int8Static(),
     Int8Groupwise(),
+    Fp8(),
     Int4(),
     Int3(),
     Int2(),

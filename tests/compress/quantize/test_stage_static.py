@@ -141,12 +141,12 @@ def test_tensorrt_export_of_zero_points_is_rejected(marian, tmp_path):
     assert caught.value.setting == "target"
 
 
-def test_fp16_export_of_int8_static_is_rejected(marian, tmp_path):
+def test_bf16_export_of_int8_static_is_rejected(marian, tmp_path):
     from smelt.export.onnx_stage import Onnx
     from smelt.export.settings import OnnxSettings
 
     quantized_ctx = run(marian, tmp_path / "codes", sensitivity_samples=0, activations_symmetric=True)
-    settings = OnnxSettings(target="tensorrt", dtype="fp16")
+    settings = OnnxSettings(target="tensorrt", dtype="bf16")
     with raises_code("unsupported-dtype", InputError) as caught:
         harness.run_stage(Onnx(), settings, quantized_ctx.out, tmp_path / "graphs", data=ROWS)
     assert caught.value.setting == "dtype"

@@ -78,3 +78,19 @@ def test_max_output_tokens_come_from_generation_config(tmp_path, task, generatio
     (tmp_path / "config.json").write_text('{"max_length": 7}')
     (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     assert max_output_tokens(tmp_path, task) == longest
+
+
+@pytest.mark.parametrize(("family", "graph", "rows"), [
+    ("marian", "encoder_model.onnx", (2, 4)), ("marian", "decoder_with_past_model.onnx", (6, 12)),
+    ("llama", "model.onnx", (6, 12)),
+])  # fmt: skip
+def test_decoder_takes_a_row_for_each_beam(family: str, graph: str, rows: tuple[int, int]) -> None:
+    from tests.support.graphs import tensorrt_graphs
+
+    shapes = tensorrt_graphs.graphs_with_shapes(
+        family, tensorrt_graphs.exported_folder(family), opt_batch_size=2, num_beams=3
+    )
+    [profile] = next(profiles for path, profiles in shapes.items() if path.name == graph)
+    for name, (minimum, opt, most) in profile.items():
+        if name != "num_logits_to_keep":
+            assert (minimum[0], opt[0], most[0]) == (1, *rows)

@@ -12,7 +12,15 @@ DEFAULT: dict[str, Any] = {
     "workspace_mib": 2048, "optimization_level": 3, "tf32": True, "hardware_compatibility": "none",
     "version_compatible": False, "timing_cache": None, "weights": "embedded",
 }  # fmt: skip
-FLAGS = ("TF32", "VERSION_COMPATIBLE", "REFIT", "STRIP_PLAN", "REFIT_IDENTICAL")
+FLAGS = (
+    "TF32",
+    "SPARSE_WEIGHTS",
+    "WEIGHT_STREAMING",
+    "VERSION_COMPATIBLE",
+    "REFIT",
+    "STRIP_PLAN",
+    "REFIT_IDENTICAL",
+)
 
 
 class Config:
@@ -24,6 +32,7 @@ class Config:
         self.builder_optimization_level: int | None = None
         self.hardware_compatibility_level: str | None = None
         self.progress_monitor: Any = None
+        self.profiling_verbosity: str | None = None
 
     def set_flag(self, flag: str) -> None:
         self.flags.add(flag)
@@ -48,6 +57,7 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
             NONE="none", AMPERE_PLUS="ampere", SAME_COMPUTE_CAPABILITY="same"
         ),
         IProgressMonitor=Monitor,
+        ProfilingVerbosity=SimpleNamespace(DETAILED="detailed"),
     )
     builder = SimpleNamespace(create_builder_config=lambda: config)
     options = BuildOptions(**(DEFAULT | change))
@@ -57,18 +67,21 @@ def configured(progress_calls: list[Any], **change: Any) -> Config:
 
 @pytest.mark.parametrize(("change", "flags"), [
     ({}, {"TF32"}), ({"tf32": False}, set()), ({"version_compatible": True}, {"TF32", "VERSION_COMPATIBLE"}),
+    ({"weight_streaming": True}, {"TF32", "WEIGHT_STREAMING"}),
     ({"weights": "refittable"}, {"TF32", "REFIT"}),
     ({"weights": "stripped"}, {"TF32", "STRIP_PLAN", "REFIT_IDENTICAL"}),
 ])  # fmt: skip
 def test_builder_flags_follow_settings(change: dict[str, Any], flags: set[str]) -> None:
-    assert configured([], **change).flags == flags
+    assert configured([], **change).flags == flags | {"SPARSE_WEIGHTS"}
 
 
 def test_optimization_level_workspace_and_compatibility_are_set() -> None:
     config = configured([], optimization_level=5, workspace_mib=64, hardware_compatibility="same-cc")
     assert (config.builder_optimization_level, config.pools) == (5, {"workspace": 64 << 20})
+    assert config.profiling_verbosity == "detailed"
     assert config.hardware_compatibility_level == "same"
     assert configured([], hardware_compatibility="ampere+").hardware_compatibility_level == "ampere"
+    assert configured([], workspace_mib=None).pools == {}  # TensorRT's own limit: all memory
     assert configured([]).hardware_compatibility_level is None
 
 

@@ -24,12 +24,13 @@ CODED = [
     family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
 ]  # which has no products to code
 FAMILIES = CODED if matrix.is_full_matrix() else ["llama"]
+CASES = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "fp16")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_engines_build_with_int8_matmuls(family: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_family_engines_build_with_int8_matmuls(family: str, dtype: str) -> None:
     tensorrt_rig.rig_environment()
-    folder = graph_exports.exported_graphs(family, "symmetric static", "tensorrt").folder
+    folder = graph_exports.exported_graphs(family, "symmetric static", "tensorrt", dtype).folder
     graphs = tensorrt_graphs.graphs_with_shapes(family, folder)
     assert len(graphs) == tensorrt_graphs.GRAPH_COUNTS[family]
     for path, answer in zip(graphs, tensorrt_rig.build_all(graphs), strict=True):
@@ -37,6 +38,7 @@ def test_family_engines_build_with_int8_matmuls(family: str) -> None:
         pairs = sum(n.op_type == "QuantizeLinear" for n in onnx.load(path).graph.node)
         # what quantizes activations, and the codes of each matrix
         assert answer["types"].get("INT8", 0) >= 2 * pairs > 5
+        assert (answer["types"].get("HALF", 0) > answer["types"]["FLOAT"]) == (dtype == "fp16")
 
 
 def test_engine_stores_weights_as_int8(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def test_onnx_runtime_accepts_each_option(tmp_path: Path) -> None:
 
 
 def test_provider_options_round_trip() -> None:
-    assert tensorrt_options(ALL, "fp16", True, SHAPES).keys() == ALLOWED_OPTIONS
+    limited = ALL.model_copy(update={"workspace_mib": 64})
+    assert tensorrt_options(limited, "fp16", True, SHAPES).keys() == ALLOWED_OPTIONS
+    assert tensorrt_options(limited, "fp16", True, SHAPES)["trt_max_workspace_size"] == str(64 * 2**20)
 
 
 def test_options_contain_graph_precision_and_profile_sizes() -> None:
@@ -66,7 +68,8 @@ def test_options_contain_graph_precision_and_profile_sizes() -> None:
     assert precision_options == {"fp32": [], "fp16": ["fp16", "layer"], "bf16": ["bf16"]}
     options = tensorrt_options(ALL, "fp32", True, SHAPES)
     assert options["trt_int8_enable"] == options["trt_engine_hw_compatible"] == "True"
-    assert options["trt_max_workspace_size"] == str(2048 * 2**20)
+    assert "trt_max_workspace_size" not in options  # the provider's own: no limit
+    assert options["trt_sparsity_enable"] == "True"
     for bound_index, end in enumerate(("min", "opt", "max")):
         parsed_shapes = parse_shapes(options[f"trt_profile_{end}_shapes"])
         assert parsed_shapes == {name: sizes[bound_index] for name, sizes in SHAPES.items()}

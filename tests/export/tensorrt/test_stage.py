@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 from smelt.core.artifact import Artifact, Manifest
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import sha256_of
-from smelt.core.messages import Message, message_codes, warning
+from smelt.core.messages import message_codes, warning
 from smelt.data.splits import Example, Split
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as module
-from smelt.export.tensorrt.build_engine import BuildOptions, ProfileShapes, SizeRange
+from smelt.export.tensorrt.build_engine import BuildOptions, BuiltEngine, ProfileShapes, SizeRange
 from smelt.export.tensorrt.stage import TensorrtStage, profile_ranges
 from smelt.runtimes import tensorrt_engine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
@@ -124,10 +124,12 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
 
     def build(
         trt: Any, path: Path, profiles: list[ProfileShapes], options: BuildOptions, progress: Any
-    ) -> tuple[bytes, list[Message]]:
+    ) -> BuiltEngine:
         [shapes] = profiles
         build_calls[path.name] = shapes, options
-        return b"plan", [warning("tensorrt-warning", "something to know")]
+        return BuiltEngine(
+            b"plan", [warning("tensorrt-warning", "something to know")], {"layers": 3}, {"layers": 2}
+        )
 
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     monkeypatch.setattr(module, "build_engine", build)
@@ -145,9 +147,10 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
     expected = ((1, 1), (1, 5), (4, 8))
     shapes, options = build_calls["model.onnx"]
     assert shapes == dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), expected)
-    assert options == BuildOptions(2048, 3, True, "none", False, None)
+    assert options == BuildOptions(None, 3, True, "none", False, None)
     assert ctx.details["profile"] == {"batch": [1, 1, 4], "input": [1, 5, 8]}
     assert ctx.details["parameters"] == 12
+    assert ctx.details["engines"] == {"model": {"network": {"layers": 3}, "kernels": {"layers": 2}}}
     assert ctx.details["tensorrt"] == "tensorrt 11.4.0"
     assert [(message.code, message.file) for message in ctx.warnings] == [("tensorrt-warning", "model.onnx")]
     assert "something to know" in ctx.warnings[0].message
@@ -162,7 +165,7 @@ def test_stage_builds_an_engine_per_graph_for_the_lengths_of_the_data(
         weights="embedded",
         version_compatible=False,
         hardware_compatibility="none",
-        flags={"tf32": True, "optimization_level": 3},
+        flags={"tf32": True, "optimization_level": 3, "weight_streaming": False},
         profiles=[{name: [[1, 1], [1, 5], [4, 8]] for name in shapes}],
     )
 
@@ -172,11 +175,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """TensorRT replaced: what is asked of the builder, by graph."""
     build_calls: dict[str, Any] = {}
 
-    def build(
-        trt: Any, path: Path, profiles: Any, options: Any, progress: Any
-    ) -> tuple[bytes, list[Message]]:
+    def build(trt: Any, path: Path, profiles: Any, options: Any, progress: Any) -> BuiltEngine:
         build_calls[path.name] = profiles, options
-        return b"plan", []
+        return BuiltEngine(b"plan", [], {}, None)
 
     monkeypatch.setattr(module, "import_tensorrt", FakeTensorrt)
     monkeypatch.setattr(module, "build_engine", build)

@@ -106,3 +106,17 @@ def test_schemes_unsupported_by_tensorrt_are_rejected_for_ort_tensorrt(home):
     )
     (home / "recipe.yaml").write_text(static)
     assert load_plan(home / "recipe.yaml").step("onnx").settings.target == "ort-tensorrt"
+
+
+@pytest.mark.parametrize(("engine", "expected", "codes"), [
+    ("", 4, []), (", num_beams: 8", 8, []), (", num_beams: 2", 2, ["engine-has-fewer-beams"]),
+])  # fmt: skip
+def test_engines_take_the_beams_of_the_scores(home, engine, expected, codes):
+    text = PROVIDER.format(
+        engine=f"{{target: ort-tensorrt, engine: {{max_batch_size: 2{engine}}}}}",
+        score="{num_beams: 4}",
+    )
+    (home / "recipe.yaml").write_text(text)
+    plan = load_plan(home / "recipe.yaml")
+    assert plan.step("onnx").settings.engine.num_beams == expected
+    assert [m.code for m in plan.warnings if m.code == "engine-has-fewer-beams"] == codes

@@ -123,7 +123,9 @@ def test_tensorrt_runs_4_bits_only_with_some_options():
         unsupported_scheme_options(int4, {"group_size": 128}, "tensorrt") == []
     )  # of what is not known nothing is said
     assert supported_dtypes([int4], "tensorrt") == ["fp32", "fp16"]
-    assert supported_dtypes([int4, find_scheme("int8-static")], "tensorrt") == ["fp32"]
+    assert supported_dtypes([int4, find_scheme("int8-static")], "tensorrt") == ["fp32", "fp16"]
+    assert supported_dtypes([int4, find_scheme("fp8")], "tensorrt") == ["fp32", "fp16"]
+    assert supported_dtypes([find_scheme("fp8")], "tensorrt") == ["fp32", "fp16", "bf16"]
     assert unsupported_scheme_options(int4, fine | {"accuracy_level": 4}, "openvino") == []
     assert supported_dtypes([int4], "openvino") == ["fp32"]
 

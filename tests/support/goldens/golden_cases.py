@@ -252,6 +252,12 @@ CASES: dict[str, Case] = {
     ),
     "onnx bert, binary": Case("onnx", "short bert", {}, (("quantize", BINARY),)),
     "onnx t5, shared": Case("onnx", "t5", {"simplify": False}, (("share-weights", {}),)),
+    "onnx bert, fp8 for TensorRT": Case(
+        "onnx",
+        "short bert",
+        {"target": "tensorrt", "dtype": "fp16"},
+        (("quantize", small_settings("fp8")),),
+    ),
     "onnx bert, for TensorRT": Case("onnx", "short bert", {"target": "tensorrt", "dtype": "fp16"}),
     "onnx qwen2, for TensorRT": Case("onnx", "short qwen2", {"target": "tensorrt"}),
     "simplify graph": Case("simplify", THIRD_PARTY_GRAPH),

@@ -58,6 +58,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
 SCHEMES: dict[str, dict[str, Any] | None] = {
     "fp32": None, "int8": {}, "static": {"scheme": "int8-static"},
     "symmetric static": {"scheme": "int8-static", "activations_symmetric": True},
+    "fp8": {"scheme": "fp8"},
     "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     # as TensorRT takes it

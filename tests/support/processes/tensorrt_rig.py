@@ -100,8 +100,8 @@ def build(path: Path, shapes: Any, **more: Any) -> dict[str, Any]:
         more: timing_cache (path); plan (a path to write the engine to).
 
     Returns:
-        `bytes` (of the engine), `warnings`, `progress` (steps reported), `types` (of the first outputs of the
-        network's layers, counted); or `error`, the message.
+        `bytes` (of the engine), `network` (its summary), `warnings`, `progress` (steps reported), `types` (of
+        the first outputs of the network's layers, counted); or `error`, the message.
     """
     return build_all({path: shapes}, **more)[0]
 
@@ -140,15 +140,16 @@ def _run_request(request: dict[str, Any]) -> dict[str, Any]:
         steps.append(note)
 
     try:
-        plan, warnings = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
+        built = build_engine(import_tensorrt(), Path(request["onnx"]), profiles, options, progress)
     except RunError as error:
         return {"error": str(error), "codes": message_codes(error.messages) or [error.code]}
     if "plan" in request:
-        Path(request["plan"]).write_bytes(plan)
+        Path(request["plan"]).write_bytes(built.plan)
     types = _layer_counts(import_tensorrt(), request["onnx"])
     return {
-        "bytes": len(plan),
-        "warnings": messages_to_json(warnings),
+        "bytes": len(built.plan),
+        "network": built.network,
+        "warnings": messages_to_json(built.warnings),
         "progress": len(steps),
         "types": types,
     }

@@ -420,7 +420,7 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
     Raises:
         InputError: the task, the heads or the data do not fit.
     """
-    widths = [(attention.heads.head_dim, attention.parts.rotary) for attention in attentions]
+    widths = [(attention.heads.head_dim, attention.rotary) for attention in attentions]
     unsupported = unsupported_task(ctx.task) or unsupported_model(config)
     if reason := unsupported or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
         code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"

@@ -326,6 +326,12 @@ class AttentionModule:
             queries -= 2 * keys
         return AttentionHeads(queries, keys, width, scale)
 
+    @property
+    def rotary(self) -> bool:
+        """Whether it rotates queries and keys by their positions."""
+        attribute = self.parts.rotary_attribute
+        return self.parts.rotary and (attribute is None or bool(getattr(self.module, attribute)))
+
     def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
         if not self.parts.packed:
@@ -420,7 +426,7 @@ def _attend(
     if key_value_states is not None:
         return _cross_attention(attention, scope, hidden_states), None
     query, key, value = attention.project_qkv(hidden_states)
-    if attention.parts.rotary:
+    if attention.rotary:
         cos, sin = also_unused["position_embeddings"]
         query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
     bias = None if attention.window is None else _window_bias(attention.window, query)

@@ -40,6 +40,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.settings import supports_gqa
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
+from smelt.models.families.registry import decoder_logits
 from smelt.quantization import emit
 from smelt.quantization.emit import AttentionHeads
 
@@ -69,7 +70,7 @@ def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) ->
     widths = {
         attention.heads.head_dim
         for attention in attentions
-        if not supports_gqa(attention.heads.head_dim, attention.parts.rotary)
+        if not supports_gqa(attention.heads.head_dim, attention.rotary)
     }
     if not widths:
         return None
@@ -126,7 +127,7 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    if any(attention.parts.rotary for attention in attentions) and not hasattr(body, "tables"):
+    if any(attention.rotary for attention in attentions) and not hasattr(body, "tables"):
         body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
     pack_projections(attentions)
 
@@ -140,7 +141,8 @@ def exportable_causal_model(
     replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
     for attention in attentions:
-        replacements.append((attention.module, partial(_attend, attention, scope, rotary)))
+        tables = rotary if attention.rotary else None
+        replacements.append((attention.module, partial(_attend, attention, scope, tables)))
     if rotary is not None:
         replacements.append(
             (body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions))
@@ -293,7 +295,7 @@ class DecoderOnlyStep(nn.Module):
         torch._check(num_kept <= length)
         hidden = hidden.narrow(1, length - num_kept, num_kept)
         # 2-D, so that the layer uses the embedding's own matrix if both are tied
-        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1))
+        logits = decoder_logits(self.model, hidden.flatten(0, 1))
         caches = [t for i in range(len(scope.present)) for t in scope.present[i]]
         return logits.float().reshape(batch, num_kept, logits.shape[-1]), *caches
 

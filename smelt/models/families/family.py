@@ -130,6 +130,8 @@ class Attention:
     and each returns it for the next, "given" if the model computes it."""
     rotary: bool = False
     """Whether queries and keys are rotated by their positions."""
+    rotary_attribute: str | None = None
+    """The attribute that says whether this module rotates them; None if all do (SmolLM3)."""
     qk_norms: tuple[str, str] | None = None
     """The norms of each head's queries and keys, if any (Qwen3)."""
     residual_norm: str | None = None
@@ -418,6 +420,10 @@ class Family:
     """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
     """From a config, the factor of the hidden states before the output layer."""
+    residual_scale: Callable[[Config], float] = lambda config: 1.0
+    """From a config, the factor of each part's output in the sum of the hidden states (Granite)."""
+    logits_divisor: Callable[[Config], float] = lambda config: 1.0
+    """From a config, what the results of a decoder's output layer are divided by (Granite)."""
     ties_output: Callable[[Config], bool] = lambda config: bool(config.get("tie_word_embeddings", True))
     """From a config, whether the token embedding is the output layer."""
     position_encoding: PositionEncoding = PositionEncoding()

@@ -70,7 +70,7 @@ def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) ->
     widths = {
         attention.heads.head_dim
         for attention in attentions
-        if not supports_gqa(attention.heads.head_dim, attention.rotary)
+        if not supports_gqa(attention.heads.head_dim, attention.rotary_dim)
     }
     if not widths:
         return None
@@ -113,7 +113,10 @@ def _clamp_bias(bias: Tensor) -> Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of all positions, float32 [M, d / 2] twice: exact, even if positions are fp16."""
+    """Cosines and sines of all positions, float32 [M, r / 2] twice, of r channels of a head.
+
+    They are exact, even if positions are fp16.
+    """
 
     def __init__(self, rotary: Any, limit: int) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    if any(attention.rotary for attention in attentions) and not hasattr(body, "tables"):
+    if any(attention.rotary_dim for attention in attentions) and not hasattr(body, "tables"):
         body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
     pack_projections(attentions)
 
@@ -141,7 +144,7 @@ def exportable_causal_model(
     replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
     for attention in attentions:
-        tables = rotary if attention.rotary else None
+        tables = rotary if attention.rotary_dim else None
         replacements.append((attention.module, partial(_attend, attention, scope, tables)))
     if rotary is not None:
         replacements.append(
@@ -165,7 +168,7 @@ def _attend(
     heads, layer_index = attention.heads, attention.module.layer_idx
     past = scope.past[layer_index]
     sequence_positions = scope.sequence_positions if emit.export_target() == "ort-cpu" else None
-    if sequence_positions is not None and supports_gqa(heads.head_dim, rotary is not None):
+    if sequence_positions is not None and supports_gqa(heads.head_dim, attention.rotary_dim):
         packed = _project_qkv(attention, hidden_states)
         out, *present = group_query_attention(
             packed, past, sequence_positions, heads, rotary, attention.window
@@ -190,9 +193,9 @@ def _attend(
 def _project_qkv(attention: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return queries, keys and values as one tensor if one layer computes them, else as three."""
     if attention.parts.qk_norms is None:
-        if attention.parts.packed:
+        if attention.parts.packed in ("equal", "grouped"):
             return attention.projection(attention.parts.query)(x), None, None
-        if attention.module.pack.is_whole:
+        if not attention.parts.packed and attention.module.pack.is_whole:
             return attention.module.pack.packed_output(x), None, None
     query, key, value = _normalize_qk(attention, attention.project_qkv(x))
     return query, key, value
@@ -257,9 +260,11 @@ def _standard_attention(
 
 
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, H, S, d] by angles with cosines and sines [B, 1, S, d / 2] (arXiv:2104.09864)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Rotate r channels of [B, H, S, d]; cosines and sines are [B, 1, S, r / 2] (arXiv:2104.09864)."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated if 2 * half == x.shape[-1] else [*rotated, rest], dim=-1)
 
 
 class DecoderOnlyStep(nn.Module):

@@ -28,6 +28,7 @@ from smelt.models.families import (
     electra,
     gemma,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     m2m_100,
@@ -56,7 +57,8 @@ from smelt.models.families.family import Attention, Config, Family, FeedForward,
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
-_DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3, starcoder2, granite, smollm3)
+_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
+_DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
@@ -475,6 +477,8 @@ def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[
 
 def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
     """Return the input of an attention's output layer: values, mixed over tokens but not over channels."""
+    if attention.packed == "per_head":  # the rows of the values are not consecutive
+        return SharedInput((attention.out,))
     out_width = int(model.get_submodule(attention.out).in_features)
     value_width = int(model.get_submodule(attention.value).out_features)
     values = (

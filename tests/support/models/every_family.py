@@ -107,6 +107,8 @@ MODELS: dict[str, TinyFamily] = {
     "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG),
     "granite": TinyFamily(STACK, config=GATED_CONFIG | {"embedding_multiplier": 3.0, "logits_scaling": 2.0,
         "residual_multiplier": 0.5, "attention_multiplier": 0.2, "tie_word_embeddings": True}),
+    "gpt_neox": TinyFamily(STACK, config={"hidden_size": 64, "num_attention_heads": 2,
+        "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64, "rotary_pct": 0.5}),
     "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
     "vit": TinyFamily(STACK, images.write_model),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),

@@ -261,10 +261,12 @@ def _standard_attention(
 
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate r channels of [B, H, S, d]; cosines and sines are [B, 1, S, r / 2] (arXiv:2104.09864)."""
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat(rotated if 2 * half == x.shape[-1] else [*rotated, rest], dim=-1)
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
+        return torch.cat([_apply_rotary(rotated, cos, sin), rest], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class DecoderOnlyStep(nn.Module):

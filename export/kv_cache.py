@@ -191,8 +191,9 @@ def _split_heads(attention: _AttentionNode, values: TensorsByName) -> tuple[AnyA
 
 
 def _apply_rotary(x: AnyArray, cos: AnyArray, sin: AnyArray) -> AnyArray:
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = np.split(x, [half, 2 * half], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def _reference_attention(
@@ -420,7 +421,7 @@ def require_int8_caches(attentions: Any, config: Any, ctx: Context) -> None:
     Raises:
         InputError: the task, the heads or the data do not fit.
     """
-    widths = [(attention.heads.head_dim, attention.parts.rotary) for attention in attentions]
+    widths = [(attention.heads.head_dim, attention.rotary_dim) for attention in attentions]
     unsupported = unsupported_task(ctx.task) or unsupported_model(config)
     if reason := unsupported or next(filter(None, (unsupported_head_dim(*head) for head in widths)), None):
         code = "unsupported-task" if unsupported_task(ctx.task) else "unsupported-cache"

@@ -171,9 +171,9 @@ class ProviderSettings(Settings):
         )
 
 
-def supports_gqa(head_dim: int, rotary: bool) -> bool:
-    """Return whether the operator supports this head width: multiples of 8, of 16 with rotation."""
-    return head_dim % (16 if rotary else 8) == 0
+def supports_gqa(head_dim: int, rotary_dim: int) -> bool:
+    """Return whether the operator supports this head width: multiples of 8, of 16 the rotated part."""
+    return head_dim % 8 == 0 and rotary_dim % 16 == 0
 
 
 class AutotuneSettings(Settings):
@@ -377,17 +377,21 @@ def unsupported_model(config: Mapping[str, Any]) -> str | None:
                 and isinstance(hidden_size, int)
             ):
                 width = hidden_size // heads
-            if isinstance(width, int) and (reason := unsupported_head_dim(width, attention.rotary)):
+            if not isinstance(width, int) or family is None:
+                continue
+            rotary_dim = int(width * family.rotary_fraction(config)) if attention.rotary else 0
+            if reason := unsupported_head_dim(width, rotary_dim):
                 return reason
     return None
 
 
-def unsupported_head_dim(head_dim: int, rotary: bool) -> str | None:
-    """Return why heads of width `head_dim` do not fit, or None."""
-    if supports_gqa(head_dim, rotary):
+def unsupported_head_dim(head_dim: int, rotary_dim: int) -> str | None:
+    """Return why heads of width `head_dim`, of which `rotary_dim` are rotated, do not fit, or None."""
+    if supports_gqa(head_dim, rotary_dim):
         return None
-    step = 16 if rotary else 8
+    step, size = (16, rotary_dim) if rotary_dim else (8, head_dim)
+    kind = "rotated parts of heads" if rotary_dim not in (0, head_dim) else "head sizes"
     return (
-        f"int8 caches need ONNX Runtime's GroupQueryAttention, which supports head sizes of {step},"
-        f" {2 * step}, {3 * step}, ..., but this model's is {head_dim}. {FLOAT_CACHE_HINT}"
+        f"int8 caches need ONNX Runtime's GroupQueryAttention, which supports {kind} of {step},"
+        f" {2 * step}, {3 * step}, ..., but this model's is {size}. {FLOAT_CACHE_HINT}"
     )

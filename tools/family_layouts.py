@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 40),
     "embedding_size": EMBEDDING, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "d_kv": HEAD_DIM,
     "vocab_size": 64, "type_vocab_size": 2, "relative_attention_num_buckets": 32, "image_size": 16,
-    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1],
+    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "attention_multiplier": 0.5,
 }  # fmt: skip
 
 

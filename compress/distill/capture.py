@@ -171,6 +171,9 @@ def _split_packed(model: Any, attention: Attention, packed: Tensor) -> dict[str,
     if attention.packed == "equal":
         return dict(zip(kinds, packed.chunk(3, dim=-1), strict=True))
     module = model.get_submodule(attention.name)
+    if attention.packed == "per_head":
+        by_head = packed.unflatten(-1, (-1, 3, getattr(module, attention.head_dim_attribute)))
+        return dict(zip(kinds, (by_head[..., part, :].flatten(-2) for part in range(3)), strict=True))
     keys = getattr(module, attention.kv_heads_attribute or "") * getattr(module, attention.head_dim_attribute)
     queries = packed.shape[-1] - 2 * keys
     return dict(zip(kinds, packed.split([queries, keys, keys], dim=-1), strict=True))

@@ -35,7 +35,7 @@ from smelt.core.errors import InputError
 from smelt.data.splits import missing_labels_errors
 from smelt.models.edits import Edit
 from smelt.models.families.family import Attention, FeedForward
-from smelt.models.families.registry import Block, blocks_of, skipped_parts
+from smelt.models.families.registry import Block, blocks_of, family_of, skipped_parts
 from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
 from smelt.stage import Context
@@ -98,7 +98,7 @@ def layer_parts(model: Any) -> list[LayerPart]:
 def part_influence(
     model: Any, parts: Sequence[LayerPart], batches: Iterable[TensorBatch]
 ) -> dict[LayerPart, float]:
-    """Return 1 - mean over tokens of cos(x, x + f(x)) for each part.
+    """Return 1 - mean over tokens of cos(x, x + r f(x)) for each part, r = 1 or the family's factor.
 
     Source: He et al. 2024, What Matters in Transformers? Not All Attention is Needed, arXiv:2406.15786
     (their similarity, of attention and MLP layers with the norm and the residual that belong to them).
@@ -125,10 +125,11 @@ def streamed_part_influence(
 
 @contextmanager
 def _influence_of_parts(model: Any, parts: Sequence[LayerPart]) -> Iterator[InfluenceSums[LayerPart]]:
-    sums = InfluenceSums[LayerPart]()
+    sums, family = InfluenceSums[LayerPart](), family_of(model)
+    scale = 1.0 if family is None else family.residual_scale(model.config.to_dict())
 
     def see(part: LayerPart, x: Tensor, added: Tensor) -> None:
-        sums.add(part, x, x.double() + added.double())
+        sums.add(part, x, x.double() + scale * added.double())
 
     with _part_hooks(model, parts, see):
         yield sums

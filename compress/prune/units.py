@@ -130,12 +130,15 @@ class AttentionGroup:
     def value_weight(self, model: nn.Module) -> Tensor:
         """Return the weight of the value projection, float [units * width, inputs]."""
         weight = whole_weight(model, self.structure.value)
+        if self.structure.packed == "per_head":
+            values: Tensor = weight.unflatten(0, (self.count(model), 3, -1))[:, 2].flatten(0, 1)
+            return values
         return weight.chunk(3)[2] if self.structure.packed else weight
 
     def row_indices(self, model: nn.Module, stay: Tensor) -> dict[str, Tensor]:
         """Return the rows of the units `stay` (int64, ascending) by linear layer; GPT-2 has a packed one."""
         count, by_layer = self.count(model), {}
-        parts = 3 if self.structure.packed else 1
+        parts = 3 if self.structure.packed == "equal" else 1
         for name in self.structure.linear_layers[:-1]:
             width = linear_with_outputs(model, name).out_features // (count * parts)
             unit_rows = (stay.unsqueeze(1) * width + torch.arange(width)).flatten()

@@ -191,7 +191,9 @@ class _WidthRefit:
     def _refit_norm_to_logits(self, norm: str, head: str, inputs: LayerInputs) -> float:
         """Fit the last norm to the logits of a tied head, if the output probabilities improve."""
         family: Any = family_of(self.models[1])
-        old_weight, weight = (whole_weight(model, head) for model in self.models)
+        config = self.models[1].config.to_dict()
+        divisor = family.logits_divisor(config)
+        old_weight, weight = (whole_weight(model, head) / divisor for model in self.models)
         module: Any = self.models[1].get_submodule(norm)
         has_bias = getattr(module, "bias", None) is not None
         scale, shift, left = fit_logits(old_weight, weight, inputs, has_bias)
@@ -202,7 +204,7 @@ class _WidthRefit:
         )
         if not after < before:
             return 1.0
-        shift /= family.output_scale(self.models[1].config.to_dict())
+        shift /= family.output_scale(config)
         scale_norm(module, scale, shift, family.rms_norm.adds_one_to_weight)
         return left
 

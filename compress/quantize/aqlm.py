@@ -23,22 +23,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart, RunningBlock
-from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
-from smelt.compress.quantize.autoround import BlockLoss
+from smelt.calibration.statistics import InputStatistics
+from smelt.compress.quantize.block_tuning import BlockLoss, BlockTuner, moved, require_finite
 from smelt.compress.quantize.plan_layers import PlannedLayer, dequantize_codes, round_to_nearest
-from smelt.core.errors import InputError
 from smelt.quantization.scheme import UnpackedWeights
 from smelt.quantization.schemes.additive import GROUP, sum_of_vectors
 from smelt.quantization.schemes.registry import find_scheme
-from smelt.stage import Context
 
 BEAM_SIZE = 4
 _MAX_TURNS, _MIN_GAIN, _UPDATES = 5, 0.01, 100
@@ -195,64 +192,37 @@ def tune_block(weights: nn.ModuleList, loss_of: BlockLoss, iterations: int) -> l
     return losses
 
 
-class AqlmRunner:
+class Aqlm(BlockTuner):
     """State of an AQLM run.
 
-    Args:
-        samples: calibration samples.
-        iterations: updates of each block.
-        ctx: seed; gets the details of each layer and block, and warnings.
-
-    Attributes:
-        codes: quantized weights by `PlannedLayer.weight_id`.
+    All layers of a block are fitted to their inputs before the block changes, then tuned together.
     """
 
-    def __init__(self, samples: CalibrationSamples, iterations: int, ctx: Context) -> None:
-        self.codes: dict[int, UnpackedWeights] = {}
-        self._samples, self._iterations, self._ctx = samples, iterations, ctx
-        self._generator = torch.Generator().manual_seed(ctx.seed)
-        self._layer_errors: dict[str, float] = {}
-        self._block_errors: dict[str, float] = {}
-        self._unreached: list[str] = []
-        self._token_counts: list[tuple[int, int]] = []
+    error_details: ClassVar[tuple[str, ...]] = ("aqlm_layer_error", "aqlm_block_error")
+    fallback: ClassVar[str] = "the codebooks of these layers are fitted to their weights alone"
 
-    def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
-        """Quantize `layers` in `part`, each weight once; set their weights to the results.
-
-        All layers of a block are fitted to their inputs before the block changes, then tuned together.
-
-        Raises:
-            InputError: inputs of a layer or outputs of a block are not finite.
-        """
-        first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
-        fitted = [layer for layer in first.values() if find_scheme(layer.scheme).own_method]
-        if isinstance(part, RunningBlock):
-            part.run_reference()  # also if nothing is fitted: the block may be released before the next one
-        if not fitted:
-            return
-        modules = {layer.name: [layer.module] for layer in fitted}
+    def _tune_part(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
+        modules = {layer.name: [layer.module] for layer in layers}
         context = part.collect_own(modules) if isinstance(part, RunningBlock) else part.collect(modules)
+        fitted = list[tuple[PlannedLayer, UnpackedWeights]]()
         with context as statistics:
-            reached = [layer for layer in fitted if self._fit(layer, statistics.pop(layer.name))]
-        if reached and isinstance(part, RunningBlock):
-            self._tune(reached, part)
-        for layer in reached:
-            self._set_weight(layer, self.codes[layer.weight_id])
+            for layer in layers:
+                codes = self._fit(layer, statistics.pop(layer.name))
+                fitted += [(layer, codes)] if codes is not None else []
+        if fitted and isinstance(part, RunningBlock):
+            fitted = self._tune(fitted, part)
+        for layer, codes in fitted:
+            self._set_weight(layer, codes)
 
-    def _fit(self, layer: PlannedLayer, statistics: InputStatistics) -> bool:
-        """Fit one layer; return whether a sample reaches it."""
+    def _fit(self, layer: PlannedLayer, statistics: InputStatistics) -> UnpackedWeights | None:
+        """Return the codes fitted to the inputs of one layer; None if no sample reaches it."""
         if not statistics.tokens:
             self._unreached.append(layer.name)
-            return False
+            return None
         assert statistics.second_moment is not None
         weight = layer.module.weight.detach().float().cpu()
         moment = (statistics.second_moment / statistics.tokens).float()
-        if not bool(moment.isfinite().all()):
-            raise InputError(
-                f"quantize: {layer.name}: the layer's inputs are not finite. The training before this step"
-                " has probably diverged; lower its learning_rate.",
-                code="non-finite-activations",
-            )
+        require_finite(layer.name, bool(moment.isfinite().all()), "the layer's inputs")
         scheme = find_scheme(layer.scheme)
         start = round_to_nearest(weight, scheme, layer.options)
         codes = fit_layer(weight, moment, start)
@@ -262,56 +232,26 @@ class AqlmRunner:
             _output_error(dequantize_codes(c, scheme, layer.options, weight) - weight, judged.float())
             for c in (codes, start)
         )
-        self.codes[layer.weight_id] = codes
-        self._layer_errors[layer.name] = error / start_error if start_error > 0 else 1.0
+        self._errors["aqlm_layer_error"][layer.name] = error / start_error if start_error > 0 else 1.0
         self._token_counts.append((statistics.tokens, weight.shape[1]))
-        return True
+        return codes
 
-    def _tune(self, layers: Sequence[PlannedLayer], part: RunningBlock) -> None:
-        """Tune the layers of a block together; keep the result if samples held back gain by it."""
-        device = layers[0].module.weight.device
-        weights = nn.ModuleList(
-            AdditiveWeights(_moved(self.codes[layer.weight_id], device), layer.module.weight.shape[1])
-            for layer in layers
-        )
-        names = [f"{layer.name}.weight" for layer in layers]
+    def _tune(
+        self, fitted: Sequence[tuple[PlannedLayer, UnpackedWeights]], part: RunningBlock
+    ) -> list[tuple[PlannedLayer, UnpackedWeights]]:
+        """Tune the layers of a block together; return the result if samples held back gain by it."""
+        device = fitted[0][0].module.weight.device
+        weights = [
+            AdditiveWeights(moved(codes, device), layer.module.weight.shape[1]) for layer, codes in fitted
+        ]
+        names = [f"{layer.name}.weight" for layer, _ in fitted]
         start = [layer().detach() for layer in weights]
         loss = BlockLoss(part, dict(zip(names, start, strict=True)), self._generator)
-        losses = tune_block(weights, loss, self._iterations)
+        losses = tune_block(nn.ModuleList(weights), loss, self._iterations)
         error = loss.on_other_samples([layer().detach() for layer in weights])
-        if not math.isfinite(sum(losses) + error):
-            raise InputError(
-                f"quantize: {part.block.module_path}: outputs are not finite. The training before this step"
-                " has probably diverged; lower its learning_rate.",
-                code="non-finite-activations",
-            )
-        self._block_errors[part.block.module_path] = min(error, 1.0)
-        if error < 1:
-            for layer, tuned in zip(layers, weights, strict=True):
-                assert isinstance(tuned, AdditiveWeights)
-                self.codes[layer.weight_id] = _moved(tuned.unpacked(), torch.device("cpu"))
-
-    @torch.no_grad()
-    def _set_weight(self, layer: PlannedLayer, codes: UnpackedWeights) -> None:
-        weight = layer.module.weight
-        weight.copy_(dequantize_codes(codes, find_scheme(layer.scheme), layer.options, weight))
-
-    def report(self) -> None:
-        """Write the results to the details and warnings of the context."""
-        for name, errors in (
-            ("aqlm_layer_error", self._layer_errors),
-            ("aqlm_block_error", self._block_errors),
-        ):
-            self._ctx.details[name] = {key: float(f"{error:.3g}") for key, error in errors.items()}
-        if self._unreached:
-            self._ctx.warn(
-                "uncalibrated-layers",
-                f"No calibration sample reaches {', '.join(self._unreached)}; the codebooks of these layers"
-                " are fitted to their weights alone. Add calibration samples that use them.",
-            )
-        warn_of_few_tokens(self._token_counts, self._samples, self._ctx)
-
-
-def _moved(codes: UnpackedWeights, device: torch.device) -> UnpackedWeights:
-    grid = {name: tensor.to(device) for name, tensor in codes.qparams.items()}
-    return UnpackedWeights(codes.q_weight.to(device), grid)
+        path = part.block.module_path
+        require_finite(path, math.isfinite(sum(losses) + error), "outputs")
+        self._errors["aqlm_block_error"][path] = min(error, 1.0)
+        if error >= 1:
+            return list(fitted)
+        return [(layer, tuned.unpacked()) for (layer, _), tuned in zip(fitted, weights, strict=True)]

@@ -12,8 +12,8 @@ V starts at 0, a and b at 1, where Q is W rounded to nearest. The blocks are tun
 the quantized blocks before it, the squared error of the output against the output of the float model (on its
 own inputs, `enable_quanted_input`) is minimized. Rounding passes gradients unchanged; every update moves each
 parameter by the learning rate against the sign of its gradient (no momentum), and a and b stay in [0, 1]. The
-learning rate falls linearly from 1 / iterations to 0, so that V stays within half a step. An update uses at
-least eight samples, drawn without replacement until all were used; the iteration with the least loss counts.
+learning rate falls linearly from 1 / iterations to 0, so that V stays within half a step. The iteration with
+the least loss counts.
 
 Differences from the published code: short samples share a batch, so an update has more than eight of them;
 its windows have 2,048 tokens. The code compares the losses of iterations on different samples; here each loss
@@ -28,25 +28,20 @@ Shapes: N = outputs, K = inputs, G = groups, g = inputs of a group, D = width of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart, RunningBlock
-from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
-from smelt.compress.quantize.plan_layers import PlannedLayer, dequantize_codes, straight_through
-from smelt.core.errors import InputError
+from smelt.calibration.statistics import InputStatistics
+from smelt.compress.quantize.block_tuning import TINY, BlockLoss, BlockTuner, require_finite
+from smelt.compress.quantize.plan_layers import PlannedLayer, straight_through
 from smelt.models.edits import is_masked
 from smelt.quantization.groupwise import split_into_groups
 from smelt.quantization.scheme import QuantParams, Scheme, SchemeOptions, UnpackedWeights
-from smelt.quantization.schemes.registry import can_learn_ranges, find_scheme
-from smelt.stage import Context
-
-MIN_SAMPLES = 8  # of an update
-_TINY = torch.finfo(torch.float32).tiny
+from smelt.quantization.schemes.registry import find_scheme
 
 # Returns the relative loss of dequantized weights, each float32 [N, K], and its gradients.
 LossWithGradients: TypeAlias = Callable[[list[Tensor]], tuple[float, list[Tensor]]]
@@ -153,59 +148,6 @@ def sign_descent(
     return losses
 
 
-class BlockLoss:
-    """The squared error of a block's outputs on a few batches, relative to rounding to nearest.
-
-    nearest: weights rounded to nearest, by name. generator: of the order of the batches. reached: names of
-    the weights that the outputs depend on.
-    """
-
-    def __init__(self, part: RunningBlock, nearest: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        self._part, self._nearest, self._generator = part, nearest, generator
-        self.reached = set[str]()
-        self._nearest_errors: dict[int, float] = {}
-        self._sizes, self._order = part.batch_sizes(held_back=False), list[int]()
-
-    def __call__(self, values: list[Tensor]) -> tuple[float, list[Tensor]]:
-        """Return the loss for the next batches, and its gradients."""
-        weights = {n: value.requires_grad_() for n, value in zip(self._nearest, values, strict=True)}
-        numbers = self._draw()
-        error, sums = 0.0, [torch.zeros_like(value) for value in values]
-        for number in numbers:
-            batch_error = self._part.output_error(number, weights)
-            error += float(batch_error.detach())
-            gradients = torch.autograd.grad(batch_error, values, allow_unused=True)
-            for name, total, gradient in zip(weights, sums, gradients, strict=True):
-                if gradient is not None:
-                    self.reached.add(name)
-                    total.add_(gradient)
-        return error / max(sum(map(self._nearest_error, numbers)), _TINY), sums
-
-    @torch.no_grad()
-    def on_other_samples(self, values: Sequence[Tensor]) -> float:
-        """Return the loss on all samples held back from calibration; without any, on those of calibration."""
-        numbers = self._part.batch_sizes(held_back=True) or self._sizes
-        weights = dict(zip(self._nearest, values, strict=True))
-        error = sum(float(self._part.output_error(number, weights)) for number in numbers)
-        return error / max(sum(map(self._nearest_error, numbers)), _TINY)
-
-    @torch.no_grad()
-    def _nearest_error(self, number: int) -> float:
-        if number not in self._nearest_errors:
-            self._nearest_errors[number] = float(self._part.output_error(number, self._nearest))
-        return self._nearest_errors[number]
-
-    def _draw(self) -> list[int]:
-        """Return the next batches; all are drawn before any is drawn again."""
-        numbers, missing = list[int](), min(MIN_SAMPLES, sum(self._sizes.values()))
-        while missing > 0:
-            if not self._order:
-                self._order = torch.randperm(len(self._sizes), generator=self._generator).tolist()
-            numbers.append(self._order.pop())
-            missing -= self._sizes[numbers[-1]]
-        return numbers
-
-
 class _LayerLoss:
     """The squared output error of a layer outside of blocks, relative to rounding to nearest.
 
@@ -230,7 +172,7 @@ class _LayerLoss:
             float((difference @ moment * difference).sum())
             for difference in (values - self._weight, self._nearest - self._weight)
         )
-        return learned / max(nearest, _TINY)
+        return learned / max(nearest, TINY)
 
 
 def _second_moment(statistics: InputStatistics, like: Tensor) -> Tensor:
@@ -238,50 +180,26 @@ def _second_moment(statistics: InputStatistics, like: Tensor) -> Tensor:
     return statistics.second_moment.to(like)
 
 
-class AutoRoundRunner:
+class AutoRound(BlockTuner):
     """State of an AutoRound run.
 
-    Args:
-        samples: calibration samples.
-        iterations: updates of each block.
-        ctx: seed; gets the details of each block and warnings.
-
-    Attributes:
-        codes: quantized weights by `PlannedLayer.weight_id`.
+    Layers of a block are tuned together, layers outside of blocks one by one.
     """
 
-    def __init__(self, samples: CalibrationSamples, iterations: int, ctx: Context) -> None:
-        self.codes: dict[int, UnpackedWeights] = {}
-        self._samples, self._iterations, self._ctx = samples, iterations, ctx
-        self._generator = torch.Generator().manual_seed(ctx.seed)
-        self._errors: dict[str, float] = {}
-        self._unreached: list[str] = []
-        self._token_counts: list[tuple[int, int]] = []
+    error_details: ClassVar[tuple[str, ...]] = ("autoround_error",)
+    fallback: ClassVar[str] = "the weights of these layers are rounded to nearest"
 
-    def calibrate(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
-        """Quantize `layers` in `part`, each weight once; set their weights to the results.
-
-        Layers of a block are tuned together, layers outside of blocks one by one.
-
-        Raises:
-            InputError: outputs are not finite.
-        """
-        first = {layer.weight_id: layer for layer in reversed(layers) if layer.weight_id not in self.codes}
-        learned = [layer for layer in first.values() if can_learn_ranges(find_scheme(layer.scheme))]
+    def _tune_part(self, layers: Sequence[PlannedLayer], part: ModelPart) -> None:
         if isinstance(part, RunningBlock):
-            part.run_reference()  # also if nothing is tuned: the block may be released before the next one
-        if not learned:
-            return
-        if isinstance(part, RunningBlock):
-            roundings, nearest = _start(learned)
-            names = [f"{layer.name}.weight" for layer in learned]
+            roundings, nearest = _start(layers)
+            names = [f"{layer.name}.weight" for layer in layers]
             loss = BlockLoss(part, dict(zip(names, nearest, strict=True)), self._generator)
-            self._tune(part.block.module_path, learned, roundings, loss)
-            pairs = zip(names, learned, strict=True)
+            self._tune(part.block.module_path, layers, roundings, loss)
+            pairs = zip(names, layers, strict=True)
             self._unreached += [layer.name for name, layer in pairs if name not in loss.reached]
             return
-        with part.collect({layer.name: [layer.module] for layer in learned}) as statistics:
-            for layer in learned:
+        with part.collect({layer.name: [layer.module] for layer in layers}) as statistics:
+            for layer in layers:
                 self._tune_layer(layer, statistics[layer.name])
 
     def _tune_layer(self, layer: PlannedLayer, statistics: InputStatistics) -> None:
@@ -304,31 +222,11 @@ class AutoRoundRunner:
         nearest = [rounding.codes() for rounding in roundings]
         losses = sign_descent(roundings, loss, self._iterations)
         error = loss.on_other_samples([rounding.values().detach() for rounding in roundings])
-        if not math.isfinite(sum(losses) + error):
-            raise InputError(
-                f"quantize: {name}: outputs are not finite. The training before this step has probably"
-                " diverged; lower its learning_rate.",
-                code="non-finite-activations",
-            )
-        self._errors[name] = min(error, 1.0)
+        require_finite(name, math.isfinite(sum(losses) + error), "outputs")
+        self._errors["autoround_error"][name] = min(error, 1.0)
         codes = [rounding.codes() for rounding in roundings] if error < 1 else nearest
         for layer, chosen in zip(layers, codes, strict=True):
-            weight = layer.module.weight
-            with torch.no_grad():
-                weight.copy_(dequantize_codes(chosen, find_scheme(layer.scheme), layer.options, weight))
-            grid = {key: tensor.cpu() for key, tensor in chosen.qparams.items()}
-            self.codes[layer.weight_id] = UnpackedWeights(chosen.q_weight.cpu(), grid)
-
-    def report(self) -> None:
-        """Write the results to the details and warnings of the context."""
-        self._ctx.details["autoround_error"] = {n: float(f"{e:.3g}") for n, e in self._errors.items()}
-        if self._unreached:
-            self._ctx.warn(
-                "uncalibrated-layers",
-                f"No calibration sample reaches {', '.join(self._unreached)}; the weights of these"
-                " layers are rounded to nearest. Add calibration samples that use them.",
-            )
-        warn_of_few_tokens(self._token_counts, self._samples, self._ctx)
+            self._set_weight(layer, chosen)
 
 
 def _start(layers: Sequence[PlannedLayer]) -> tuple[list[LearnedRounding], list[Tensor]]:

@@ -42,7 +42,7 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.near_ties import round_significant
 from smelt.models.edits import replace_layer
 from smelt.models.families.registry import blocks_of
-from smelt.quantization.schemes.registry import SCHEMES_BY_BITS, stored_bytes
+from smelt.quantization.schemes.registry import SCHEMES_BY_BITS
 from smelt.stage import Context, candidate_artifact
 
 UnitT = TypeVar("UnitT")  # a unit that is changed as a whole
@@ -290,7 +290,7 @@ def weight_matrices(
                 .stored_tensors(rows, width, settings.scheme_options(SCHEMES_BY_BITS[bits].name))
                 .values()
             )
-            unit.costs[bits] = 8 * sum(map(stored_bytes, stored))
+            unit.costs[bits] = 8 * sum(tensor.size_bytes for tensor in stored)
     return list(matrices.values())
 
 

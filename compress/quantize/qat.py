@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compress.model_input import require_no_codebooks
+from smelt.compress.quantize.methods import AWQ_METHODS
 from smelt.compress.quantize.plan_layers import (
     fake_quantize,
     fake_quantize_activations,
@@ -44,7 +45,6 @@ from smelt.compress.quantize.plan_layers import (
     straight_through,
 )
 from smelt.compress.quantize.qat_settings import QatSettings
-from smelt.compress.quantize.settings import AWQ_METHODS
 from smelt.compress.quantize.step_sizes import StepSizes
 from smelt.core.artifact import MASTER_WEIGHTS_FILE, Artifact
 from smelt.core.errors import InputError

@@ -1,7 +1,7 @@
 """Calibrate and quantize the layers of a model in memory, or of an offloaded one block by block.
 
-Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ,
-AutoRound or AQLM. The last three go block by block; for the other methods a model in memory is one part. The
+Each method passes over the samples once, in this order: SmoothQuant, AWQ, activation ranges, GPTQ or a method
+that tunes blocks. The last two go block by block; for the other methods a model in memory is one part. The
 blocks of an offloaded model are read in each pass. SmoothQuant and AWQ calibrate the float model, so each
 block is run with its original weights, and scaled when it is not run any more, or loaded again. It is
 quantized and written in the last pass: the result equals that of the model in memory. Memory holds one block,
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
 from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
-from smelt.compress.quantize.aqlm import AqlmRunner
-from smelt.compress.quantize.autoround import AutoRoundRunner
+from smelt.compress.quantize.aqlm import Aqlm
+from smelt.compress.quantize.autoround import AutoRound
 from smelt.compress.quantize.awq import AwqRunner, mse_grid, percentile_grid
+from smelt.compress.quantize.block_tuning import BlockTuner
 from smelt.compress.quantize.gptq import GptqRunner
 from smelt.compress.quantize.hqq import hqq_grid
 from smelt.compress.quantize.low_rank_correction import (
@@ -30,6 +31,7 @@ from smelt.compress.quantize.low_rank_correction import (
     layers_to_correct,
     oversized_correction_warnings,
 )
+from smelt.compress.quantize.methods import supports_scheme
 from smelt.compress.quantize.mixed_precision import (
     choose_bit_widths,
     measure_layer_sensitivities,
@@ -67,10 +69,11 @@ from smelt.models.empty_model import stored_dtypes
 from smelt.models.families.registry import Block, blocks_of
 from smelt.models.streamed_model import StreamedModel, open_streamed
 from smelt.quantization.scheme import UnpackedWeights
-from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight
+from smelt.quantization.schemes.registry import SCHEMES, bits_per_weight, find_scheme
 from smelt.runtimes.device import torch_device
 from smelt.stage import Context
 
+_TUNERS: dict[str, type[BlockTuner]] = {"autoround": AutoRound, "aqlm": Aqlm}
 _MIN_SENSITIVITY_TOKENS = 32  # fewer do not measure a layer reliably
 _MIN_SENSITIVITY_IMAGES, _MIN_CALIBRATION_IMAGES = 4, 32  # each image has many patches or positions
 _SENSITIVITY_TEXT = "Layer sensitivities were"
@@ -323,24 +326,24 @@ class SequentialQuantizer:
             self.layers = [layer for layer in self.layers if layer.module not in unseen]
         _warn_of_missing_ranges(missing, self._ctx)
 
-    def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | AutoRoundRunner | AqlmRunner:
-        """Quantize the linear layers with GPTQ, AutoRound or AQLM, except matrices that are also embeddings.
+    def _round_in_blocks(self, samples: CalibrationSamples) -> GptqRunner | BlockTuner:
+        """Quantize the linear layers that the method supports, except matrices that are also embeddings.
 
-        They minimize the error of products, which does not apply to embedding lookups.
+        It minimizes the error of products, which does not apply to embedding lookups.
         """
         settings = self._settings
-        runner: GptqRunner | AutoRoundRunner | AqlmRunner
+        runner: GptqRunner | BlockTuner
         if settings.compensates_rounding:
             runner = self._make_gptq(samples)
         else:
-            kind = AutoRoundRunner if settings.learns_rounding else AqlmRunner
-            runner = kind(samples, settings.iterations, self._ctx)
+            runner = _TUNERS[settings.method](samples, settings.iterations, self._ctx)
         self.codes = runner.codes
         with_reference = settings.tunes_blocks or settings.gptaq_alpha is not None
         for part, layers in self._parts(samples, by_block=True, with_reference=with_reference):
             tables = {layer.weight_id for layer in self.layers if not layer.multiplies}
             linear = [layer for layer in layers if layer.multiplies and layer.weight_id not in tables]
-            runner.calibrate(linear, part)
+            supported = [n for n in linear if supports_scheme(settings.method, find_scheme(n.scheme))]
+            runner.calibrate(supported, part)
         return runner
 
     def _make_gptq(self, samples: CalibrationSamples) -> GptqRunner:

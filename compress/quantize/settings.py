@@ -7,6 +7,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from smelt.compress.quantize.methods import (
+    AWQ_METHODS,
+    BLOCK_METHODS,
+    CALIBRATED_METHODS,
+    Method,
+    methods_for,
+    schemes_for,
+    supports_scheme,
+)
 from smelt.compress.quantize.nested_settings import LowRankCorrection, MaxExcluded, MixedPrecision
 from smelt.compress.quantize.scheme_settings import (
     EMBEDDING_SCHEME,
@@ -26,7 +35,6 @@ from smelt.quantization.schemes.registry import (
     SCHEMES,
     SCHEMES_BY_BITS,
     bits_per_weight,
-    can_learn_ranges,
 )
 
 
@@ -49,16 +57,11 @@ def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
 AUTO = "auto"
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
 _FLOAT_RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.has_float_activations)
-_LEARNED_SCHEMES = [name for name, scheme in SCHEMES.items() if can_learn_ranges(scheme)]
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 ActOrder = Literal["static", "none"]
 # they have an effect with some methods
 _METHOD_SETTINGS = ("act_order", "gptaq_alpha", "duo_scaling", "iterations")
-_CODEBOOK_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.own_method]
-# methods that rescale channels of the float model before they quantize it
-AWQ_METHODS = ("awq", "awq-gptq")
-_CALIBRATED_METHODS = ("gptq", "autoround", "aqlm", *AWQ_METHODS)  # methods that use calibration samples
 
 
 class QuantizeSettings(PartSchemeSettings):
@@ -67,14 +70,18 @@ class QuantizeSettings(PartSchemeSettings):
     The output layer is the projection to the vocabulary, or a classifier's last layer.
     """
 
-    method: Literal["rtn", "gptq", "awq", "awq-gptq", "autoround", "hqq", "aqlm"] = Field(
+    method: Method = Field(
         default="rtn",
         description="rtn: round to nearest; gptq: column by column with compensation; awq: scale channels"
-        " with large activations first; awq-gptq: both; autoround: learn the rounding and the ranges in"
-        f" minutes, ahead of gptq at 2 bits: {', '.join(_LEARNED_SCHEMES)}; hqq: optimize the grid without"
-        f" data; aqlm: fit codebooks and codes to outputs in minutes: {', '.join(_CODEBOOK_SCHEMES)}",
+        " with large activations first; awq-gptq: both; hqq: optimize the grid without data; "
+        + "; ".join(
+            f"{name}: {method.summary}: {', '.join(schemes_for(name))}"
+            for name, method in BLOCK_METHODS.items()
+        ),
     )
-    iterations: int = Field(default=200, ge=1, description="autoround, aqlm: updates of each block")
+    iterations: int = Field(
+        default=200, ge=1, description=f"{', '.join(BLOCK_METHODS)}: updates of each block"
+    )
     act_order: ActOrder = Field(
         default="static",
         description="gptq, awq-gptq: order of the columns: static: by decreasing mean squared input; none:"
@@ -171,8 +178,7 @@ class QuantizeSettings(PartSchemeSettings):
         self._check_smoothquant()
         self._check_rows()
         self._check_clip()
-        self._check_learned_rounding()
-        self._check_codebooks()
+        self._check_method()
         check_scheme_options(
             self.linear_schemes,
             self,
@@ -357,45 +363,30 @@ class QuantizeSettings(PartSchemeSettings):
                 " weights of a group; remove clip",
                 code="settings-conflict",
             )
-        if self.clip != "none" and self.method in ("hqq", "autoround"):
+        if self.clip != "none" and (self.method == "hqq" or self.tunes_blocks):
             raise SettingError(
                 f"method: {self.method} optimizes the ranges itself; remove clip: {self.clip}",
                 code="settings-conflict",
             )
 
-    def _check_learned_rounding(self) -> None:
-        """Refuse learned rounding of a scheme without learned ranges, and with mixed precision.
+    def _check_method(self) -> None:
+        """Refuse a method that does not support a scheme of the linear layers, or mixed precision.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it does not.
         """
-        if self.learns_rounding and self.mixed_precision is not None:
+        if self.tunes_blocks and self.mixed_precision is not None:
             raise SettingError(
-                "mixed_precision does not support method: autoround; use method: rtn or gptq, or set scheme",
+                f"mixed_precision does not support method: {self.method}; use method: rtn or gptq, or set"
+                " scheme",
                 code="settings-conflict",
             )
-        if self.learns_rounding and not set(self.linear_schemes) <= set(_LEARNED_SCHEMES):
-            raise SettingError(
-                "method: autoround learns the ranges of groups of weights, and scheme is"
-                f" {self.scheme_text}; use"
-                f" scheme {' or '.join(_LEARNED_SCHEMES)}, or another method",
-                code="settings-conflict",
-            )
-
-    def _check_codebooks(self) -> None:
-        """Refuse methods that round on a grid for codebooks, and the method of codebooks for other schemes.
-
-        Raises:
-            ValueError: it is one.
-        """
-        for scheme in self.linear_schemes:
-            own_method = SCHEMES[scheme].own_method
-            accepted = ("rtn", own_method) if own_method else (self.method,)
-            if self.method not in accepted or (self.fits_codebooks and self.method != own_method):
+        for name in self.linear_schemes:
+            if not supports_scheme(self.method, SCHEMES[name]):
                 raise SettingError(
-                    f"method: {self.method} does not support scheme {scheme}: codebooks for a whole matrix"
-                    f" ({', '.join(_CODEBOOK_SCHEMES)}) are fitted by rtn and aqlm, all other weights rounded"
-                    " on a grid for each group by the other methods. Change method or scheme",
+                    f"method: {self.method} does not support scheme {name}. Use method"
+                    f" {' or '.join(methods_for(SCHEMES[name]))}, or scheme"
+                    f" {' or '.join(schemes_for(self.method))}",
                     code="settings-conflict",
                 )
 
@@ -422,19 +413,9 @@ class QuantizeSettings(PartSchemeSettings):
         return self.method in ("gptq", "awq-gptq")
 
     @property
-    def learns_rounding(self) -> bool:
-        """Whether the rounding of each weight is learned."""
-        return self.method == "autoround"
-
-    @property
-    def fits_codebooks(self) -> bool:
-        """Whether codebooks are fitted to samples."""
-        return self.method == "aqlm"
-
-    @property
     def tunes_blocks(self) -> bool:
         """Whether a block's weights are tuned together to the output of the float block."""
-        return self.learns_rounding or self.fits_codebooks
+        return self.method in BLOCK_METHODS
 
     @property
     def rounds_in_blocks(self) -> bool:
@@ -446,7 +427,7 @@ class QuantizeSettings(PartSchemeSettings):
         """Whether calibration samples are used."""
         return (
             self.needs_activation_ranges
-            or self.method in _CALIBRATED_METHODS
+            or self.method in CALIBRATED_METHODS
             or self._may_measure_sensitivity
             or self.calibrates_correction
         )
@@ -472,7 +453,7 @@ class QuantizeSettings(PartSchemeSettings):
         Other settings process a large model block by block (`open_large_model`).
         """
         measured = self._may_measure_sensitivity and self.sensitivity_samples > 0
-        ranges_of_scaled = self.needs_activation_ranges and self.method in _CALIBRATED_METHODS
+        ranges_of_scaled = self.needs_activation_ranges and self.method in CALIBRATED_METHODS
         scaled_twice = self.smoothquant_alpha is not None and self.scales_inputs
         return self.correction is not None or measured or ranges_of_scaled or scaled_twice
 

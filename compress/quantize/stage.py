@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, ClassVar
 
+from smelt.compress.quantize.methods import BLOCK_METHODS
 from smelt.compress.quantize.scheme_settings import MODEL_PARTS, simulated_activation_warnings
 from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
@@ -20,7 +21,6 @@ from smelt.quantization.schemes.registry import (
     bits_per_weight,
     default_options,
     format_option,
-    stored_bytes,
     supported_targets,
 )
 from smelt.stage import Context, Need, Settings, Stage
@@ -66,7 +66,7 @@ class Quantize(Stage[QuantizeSettings]):
             "gptq: Frantar et al. 2023, arXiv:2210.17323",
             "gptaq_alpha: Li et al. 2025, arXiv:2504.02692",
             "awq: Lin et al. 2023, arXiv:2306.00978",
-            "autoround: Cheng et al. 2023, arXiv:2309.05516",
+            *(f"{name}: {method.source}" for name, method in BLOCK_METHODS.items()),
             "hqq: Badri & Shaji 2023, https://mobiusml.github.io/hqq_blog/",
             "low_rank_correction: LoftQ, Li et al. 2023, arXiv:2310.08659; LQER, Zhang et al. 2024,"
             " arXiv:2402.02446;"
@@ -214,7 +214,7 @@ class Quantize(Stage[QuantizeSettings]):
         ctx.details.update(quantization_details(model, stored), bytes_before=weight_files_size(src.path))
         if not isinstance(settings.scheme, str):
             ctx.details["bits_per_weight_by_part"] = bits_per_weight_by_part(model, stored)
-        ctx.warnings.extend(oversized_weight_warnings(model, stored) + large_codebook_warnings(model))
+        ctx.warnings.extend(oversized_weight_warnings(model, stored) + storage_warnings(model))
         written = (
             streamed.finish(edits + quantize_edits)
             if streamed
@@ -380,31 +380,16 @@ def oversized_weight_warnings(model: Any, stored: int) -> list[Message]:
     ]
 
 
-def large_codebook_warnings(model: Any) -> list[Message]:
-    """Return a warning if tensors for whole matrices (codebooks) take more bytes than the codes of rows."""
+def storage_warnings(model: Any) -> list[Message]:
+    """Return the warnings of the schemes about the sizes of their matrices."""
     from smelt.quantization.layers import is_quantized
 
     matrices = {id(m.matrix): m.matrix for m in model.modules() if is_quantized(m)}
-    with_codebooks = [matrix for matrix in matrices.values() if matrix.scheme.own_method]
-    code_bytes = codebook_bytes = 0
-    for matrix in with_codebooks:
-        specs = matrix.scheme.stored_tensors(len(matrix.codes), matrix.width, matrix.options).values()
-        code_bytes += sum(stored_bytes(spec) for spec in specs if spec.per_row)
-        codebook_bytes += sum(stored_bytes(spec) for spec in specs if not spec.per_row)
-    if codebook_bytes <= code_bytes:
-        return []
-    setting, advice = "scheme", "Use another scheme."
-    if any(matrix.options["nbits_per_codebook"] == 8 for matrix in with_codebooks):
-        setting, advice = "nbits_per_codebook", "Set nbits_per_codebook: 4, or use another scheme."
-    elif (count := max(int(matrix.options["num_codebooks"]) for matrix in with_codebooks)) > 1:
-        setting, advice = "num_codebooks", f"Decrease num_codebooks (now {count}), or use another scheme."
+    by_scheme: dict[str, list[Any]] = {}
+    for matrix in matrices.values():
+        by_scheme.setdefault(matrix.scheme.name, []).append(matrix)
     return [
-        warning(
-            "large-codebooks",
-            f"The codebooks take {codebook_bytes:,} bytes, more than the codes and scales"
-            f" ({code_bytes:,} bytes), because the matrices are small. {advice}",
-            setting=setting,
-        )
+        message for name, members in by_scheme.items() for message in SCHEMES[name].storage_warnings(members)
     ]
 
 

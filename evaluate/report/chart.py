@@ -24,7 +24,8 @@ from smelt.evaluate.report.drawing import (
     style_axes,
     theme_files,
 )
-from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import LatencyReport
 
 _OPERATIONS_PANEL = 3  # of a waterfall
 _HEADROOM = 0.42  # of an axis, on the right of the values, for the labels of the changes

@@ -30,14 +30,8 @@ from smelt.evaluate.report.chart import (
     quality_label,
 )
 from smelt.evaluate.report.drawing import NUM_RUN_COLORS, RUN_PALETTES, css_colors, page_svg
-from smelt.evaluate.report.schema import (
-    SCORES_FOLDER,
-    ReportData,
-    ScoreDifference,
-    StepReport,
-    read_report,
-    validate_report,
-)
+from smelt.evaluate.report.schema import SCORES_FOLDER, ReportData, StepReport, read_report, validate_report
+from smelt.evaluate.report.step_schema import ScoreDifference
 from smelt.evaluate.significance import Statistics, compare_steps, holm
 
 COMPARISON_SCHEMA = 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from smelt.evaluate.report.schema import LatencyReport, ReportData, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import LatencyReport
 
 
 def disturbance_text(rows: Iterable[LatencyReport]) -> str:

@@ -23,7 +23,8 @@ from smelt.data.tags import OUTSIDE, word_lists
 from smelt.evaluate.metrics.classes import ClassMetric
 from smelt.evaluate.metrics.registry import METRICS, find_metric
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import ChangedExample, Confusion, ReportData, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import ChangedExample, Confusion
 
 # Characters of a text in the report; longer ones are cut.
 MAX_CHARACTERS = 400

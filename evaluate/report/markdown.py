@@ -14,7 +14,8 @@ from markupsafe import Markup
 
 from smelt.core.messages import escape_controls
 from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
-from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport, validate_report
+from smelt.evaluate.report.schema import ReportData, StepReport, validate_report
+from smelt.evaluate.report.step_schema import ScoresOnTest
 from smelt.evaluate.report.verdict import headlines
 from smelt.evaluate.report.verdict_facts import verdict_facts
 

@@ -14,7 +14,8 @@ from smelt.evaluate.metrics.allclose import ALLCLOSE
 from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.registry import METRICS, TOP1_METRIC, WINDOW_METRICS
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import ReportData, ScoresOnTest, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import ScoresOnTest
 
 # If an interval extends further below the baseline than this fraction of its score, more samples are needed.
 _MAX_UNCERTAIN_DROP = 0.05

@@ -15,12 +15,8 @@ from smelt.core.messages import Message, escape_controls
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
-from smelt.evaluate.report.schema import (
-    ReportData,
-    ScoreDifference,
-    StepReport,
-    validate_report,
-)
+from smelt.evaluate.report.schema import ReportData, StepReport, validate_report
+from smelt.evaluate.report.step_schema import ScoreDifference
 from smelt.evaluate.report.verdict import headlines, limited_run_text
 from smelt.evaluate.report.verdict_facts import verdict_facts
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import ClassReport, ReportData, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import ClassReport
 
 FOLDS_LEGEND = (
     "Mean ± standard deviation over the folds: runs of the whole recipe without a part of the training"

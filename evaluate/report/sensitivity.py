@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smelt.evaluate.report import view
-from smelt.evaluate.report.schema import LayerRatio, ReportData, StepReport
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import LayerRatio
 
 NUM_WORST = 8
 """Blocks in the first table of the page; a second one has all layers."""

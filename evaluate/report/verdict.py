@@ -31,14 +31,8 @@ from smelt.evaluate.report.quality_loss import (
     signed_difference,
     signed_value,
 )
-from smelt.evaluate.report.schema import (
-    GateReport,
-    LatencyReport,
-    ReportData,
-    StepReport,
-    Verdict,
-    is_step_at_chance,
-)
+from smelt.evaluate.report.schema import ReportData, StepReport, Verdict
+from smelt.evaluate.report.step_schema import GateReport, LatencyReport, is_step_at_chance
 from smelt.evaluate.report.view import gate_text
 
 # Smaller differences of processor time are not significant: other work that shares caches slows some more.

@@ -17,15 +17,14 @@ from smelt.evaluate.metrics.registry import (
 )
 from smelt.evaluate.report.detail_notes import detail_notes
 from smelt.evaluate.report.disturbance import disturbed_texts
-from smelt.evaluate.report.schema import (
+from smelt.evaluate.report.schema import ReportData, StepReport
+from smelt.evaluate.report.step_schema import (
     ClassifierTimings,
     GateReport,
     GenerationTimings,
     LatencyReport,
-    ReportData,
     ScoreDifference,
     ScoresOnTest,
-    StepReport,
 )
 from smelt.tasks.registry import task_spec
 from smelt.tasks.spec import TaskSpec

@@ -73,7 +73,8 @@ def group_query_attention(
         past: previous keys (rotated) and values, float32 [B, K, P, d].
         positions: see `SequencePositions`.
         heads: see `AttentionHeads`.
-        rotary: cosines and sines, float32 [M, d / 2]; None: positions are not rotated in.
+        rotary: cosines and sines, float32 [M, r / 2], of the first r channels of a head; None: positions are
+            not rotated in.
         window: how many of the last tokens, including itself, a token attends to; None for all.
 
     Returns:
@@ -319,19 +320,35 @@ class AttentionModule:
             queries = keys = int(getattr(self.module, parts.heads_attribute))
         else:
             queries, keys = (int(self.projection(n).out_features) // width for n in (parts.query, parts.key))
-        if parts.packed == "equal" and parts.heads_attribute is None:
+        if parts.packed in ("equal", "per_head") and parts.heads_attribute is None:
             queries = keys = keys // 3
         elif parts.packed == "grouped":
             keys = int(getattr(self.module, str(parts.kv_heads_attribute)))
             queries -= 2 * keys
         return AttentionHeads(queries, keys, width, scale)
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels of a head are rotated by their positions, the first ones."""
+        attribute = self.parts.rotary_attribute
+        if not self.parts.rotary or not (attribute is None or getattr(self.module, attribute)):
+            return 0
+        return int(self.heads.head_dim * self.family.rotary_fraction(self.module.config.to_dict()))
+
     def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of [B, S, D], each [B, S, its heads * d]."""
+        heads = self.heads
         if not self.parts.packed:
             projections: tuple[Tensor, ...] = self.module.pack(x)
+        elif self.parts.packed == "per_head":
+            # one Gather each: onnx infers a width of 0 for Attention after a Reshape to [B, S, H, 3, d]
+            by_head = range(0, heads.query_heads * 3, 3)
+            packed = self.projection(self.parts.query)(x)
+            projections = tuple(
+                packed.index_select(2, _rows_of_heads([head + part for head in by_head], heads.head_dim))
+                for part in range(3)
+            )
         else:
-            heads = self.heads
             sizes = [
                 heads.query_heads * heads.head_dim,
                 heads.kv_heads * heads.head_dim,
@@ -420,7 +437,7 @@ def _attend(
     if key_value_states is not None:
         return _cross_attention(attention, scope, hidden_states), None
     query, key, value = attention.project_qkv(hidden_states)
-    if attention.parts.rotary:
+    if attention.rotary_dim:
         cos, sin = also_unused["position_embeddings"]
         query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
     bias = None if attention.window is None else _window_bias(attention.window, query)
@@ -488,6 +505,11 @@ _FORWARDS: dict[str | None, Callable[..., Any]] = {
     "handed_on": _attend_by_distance,
     "given": _attend_with_bias,
 }
+
+
+def _rows_of_heads(heads: list[int], width: int) -> Tensor:
+    """Return the indices of the channels of these heads, int64 [heads * width]."""
+    return torch.tensor([head * width + channel for head in heads for channel in range(width)])
 
 
 def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.settings import supports_gqa
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
+from smelt.models.families.registry import decoder_logits
 from smelt.quantization import emit
 from smelt.quantization.emit import AttentionHeads
 
@@ -69,7 +70,7 @@ def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) ->
     widths = {
         attention.heads.head_dim
         for attention in attentions
-        if not supports_gqa(attention.heads.head_dim, attention.parts.rotary)
+        if not supports_gqa(attention.heads.head_dim, attention.rotary_dim)
     }
     if not widths:
         return None
@@ -112,7 +113,10 @@ def _clamp_bias(bias: Tensor) -> Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of all positions, float32 [M, d / 2] twice: exact, even if positions are fp16."""
+    """Cosines and sines of all positions, float32 [M, r / 2] twice, of r channels of a head.
+
+    They are exact, even if positions are fp16.
+    """
 
     def __init__(self, rotary: Any, limit: int) -> None:
         super().__init__()
@@ -126,7 +130,7 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    if any(attention.parts.rotary for attention in attentions) and not hasattr(body, "tables"):
+    if any(attention.rotary_dim for attention in attentions) and not hasattr(body, "tables"):
         body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
     pack_projections(attentions)
 
@@ -140,7 +144,8 @@ def exportable_causal_model(
     replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
     rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
     for attention in attentions:
-        replacements.append((attention.module, partial(_attend, attention, scope, rotary)))
+        tables = rotary if attention.rotary_dim else None
+        replacements.append((attention.module, partial(_attend, attention, scope, tables)))
     if rotary is not None:
         replacements.append(
             (body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions))
@@ -163,7 +168,7 @@ def _attend(
     heads, layer_index = attention.heads, attention.module.layer_idx
     past = scope.past[layer_index]
     sequence_positions = scope.sequence_positions if emit.export_target() == "ort-cpu" else None
-    if sequence_positions is not None and supports_gqa(heads.head_dim, rotary is not None):
+    if sequence_positions is not None and supports_gqa(heads.head_dim, attention.rotary_dim):
         packed = _project_qkv(attention, hidden_states)
         out, *present = group_query_attention(
             packed, past, sequence_positions, heads, rotary, attention.window
@@ -188,9 +193,9 @@ def _attend(
 def _project_qkv(attention: AttentionModule, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return queries, keys and values as one tensor if one layer computes them, else as three."""
     if attention.parts.qk_norms is None:
-        if attention.parts.packed:
+        if attention.parts.packed in ("equal", "grouped"):
             return attention.projection(attention.parts.query)(x), None, None
-        if attention.module.pack.is_whole:
+        if not attention.parts.packed and attention.module.pack.is_whole:
             return attention.module.pack.packed_output(x), None, None
     query, key, value = _normalize_qk(attention, attention.project_qkv(x))
     return query, key, value
@@ -255,7 +260,11 @@ def _standard_attention(
 
 
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, H, S, d] by angles with cosines and sines [B, 1, S, d / 2] (arXiv:2104.09864)."""
+    """Rotate r channels of [B, H, S, d]; cosines and sines are [B, 1, S, r / 2] (arXiv:2104.09864)."""
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
+        return torch.cat([_apply_rotary(rotated, cos, sin), rest], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -293,7 +302,7 @@ class DecoderOnlyStep(nn.Module):
         torch._check(num_kept <= length)
         hidden = hidden.narrow(1, length - num_kept, num_kept)
         # 2-D, so that the layer uses the embedding's own matrix if both are tied
-        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1))
+        logits = decoder_logits(self.model, hidden.flatten(0, 1))
         caches = [t for i in range(len(scope.present)) for t in scope.present[i]]
         return logits.float().reshape(batch, num_kept, logits.shape[-1]), *caches
 

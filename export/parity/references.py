@@ -42,6 +42,7 @@ from smelt.export.parity.single_texts import SingleTexts, has_run_time_ranges, j
 from smelt.export.value_types import values_of_type
 from smelt.generation.backend import Batch, FeedBatch, Tokens
 from smelt.generation.generating_runners import is_causal, position_ids
+from smelt.models.families.registry import decoder_logits
 from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
@@ -316,7 +317,7 @@ def _causal_logits(model: Any, ids: Tokens, mask: Tokens, last: int) -> FloatArr
         torch.from_numpy(np.ascontiguousarray(ids)), attention_mask=torch.from_numpy(mask),
         position_ids=torch.from_numpy(position_ids(mask)), use_cache=False,
     ).last_hidden_state  # fmt: skip
-    logits: FloatArray = model.get_output_embeddings()(hidden[:, -last:]).numpy()
+    logits: FloatArray = decoder_logits(model, hidden[:, -last:]).numpy()
     return logits
 
 

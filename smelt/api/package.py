@@ -36,7 +36,8 @@ from smelt.export.package.triton_format import TritonFormat
 from smelt.runtimes.onnx_import.trial_run import require_safe_artifact
 
 if TYPE_CHECKING:
-    from smelt.evaluate.report.schema import Quality, ReportData
+    from smelt.evaluate.report.schema import ReportData
+    from smelt.evaluate.report.step_schema import Quality
     from smelt.export.package.package_format import OriginScore, OriginStep, PackageOrigin
     from smelt.export.package.write_package import WrittenPackage
 

@@ -377,15 +377,16 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, hea
 
     Args:
         x: float32 [B, S, H * d].
-        cos: float32 [M, d / 2], of all positions.
+        cos: float32 [M, r / 2], of all positions; the first r of d channels are rotated.
         sin: as cos.
         positions: int64 [B, S].
         heads: H.
     """
+    rotated = 2 * cos.shape[1]
     out: Tensor = torch.onnx.ops.symbolic(
         "RotaryEmbedding",
         [x, cos, sin, positions],
-        {"num_heads": heads},
+        {"num_heads": heads, **({} if rotated == x.shape[2] // heads else {"rotary_embedding_dim": rotated})},
         dtype=x.dtype,
         shape=tuple(x.shape),
         version=FUSED_OPSET,

@@ -12,14 +12,17 @@ G = ceil(K / g), the last group padded with zeros.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from smelt.core.messages import Message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +93,12 @@ class StoredTensor:
     file_dtype: str = ""
     per_row: bool = True
     calibrated: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes in a file."""
+        bits_match = re.search(r"\d+", self.file_dtype or self.dtype)  # all names but bool contain the bits
+        return math.prod(self.shape) * (int(bits_match[0]) // 8 if bits_match else 1)
 
 
 class UnpackedWeights(NamedTuple):
@@ -271,6 +280,10 @@ class Scheme(Protocol):
         None where such a checkpoint has no form for it: the values are not integers times a scale.
         """
         return None
+
+    def storage_warnings(self, matrices: Sequence[PackedMatrix]) -> list[Message]:
+        """Return warnings about the stored sizes of a model's matrices of this scheme."""
+        return []
 
     def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the calibrated tensors of `stored_tensors`, for activations from `low` to `high`."""

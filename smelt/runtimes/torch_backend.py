@@ -22,6 +22,7 @@ from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
 from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
 from smelt.models.checkpoint import load_model, widened_bytes
+from smelt.models.families.registry import decoder_logits
 from smelt.models.sentence_model import head_output
 from smelt.models.tokenizer import uses_token_types
 from smelt.models.user_module import ArraysOutput
@@ -125,8 +126,8 @@ class TorchBackend(NoGenerationGraphs):
         hidden = hidden[:, hidden.shape[1] - last :]
         if not last:
             return np.empty((*hidden.shape[:2], 0), dtype=np.float32)
-        decoder_logits: Logits = self.model.get_output_embeddings()(hidden).float().cpu().numpy()
-        return decoder_logits
+        last_logits: Logits = decoder_logits(self.model, hidden).float().cpu().numpy()
+        return last_logits
 
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:

@@ -6,12 +6,15 @@ import re
 import pytest
 
 from smelt.core.errors import InputError
+from smelt.core.messages import message_codes
+from smelt.export.graphs.attention import attention_modules
+from smelt.export.graphs.decoder_only import unfused_heads_warning
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, unsupported_head_dim, unsupported_model, unsupported_task
 from tests.support import harness
 from tests.support.expected_errors import raises_code, raises_setting_codes
 from tests.support.graphs import graph_exports
-from tests.support.models import causal, tiny
+from tests.support.models import causal, family_models, tiny
 
 INT8 = OnnxSettings(kv_cache="int8")
 TARGETS = ("ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
@@ -26,7 +29,7 @@ def test_unsupported_targets_are_rejected(target):
 @pytest.mark.quick
 @pytest.mark.parametrize(("width", "rotary", "fits"), [(8, False, True), (8, True, False), (48, True, True)])
 def test_supported_head_sizes_equal_operator_limits(width, rotary, fits):
-    reason = unsupported_head_dim(width, rotary)
+    reason = unsupported_head_dim(width, width if rotary else 0)
     assert (reason is None) == fits
     assert fits or re.findall(r"\d+", reason.partition("GroupQueryAttention")[2]) == [
         "16",
@@ -105,3 +108,11 @@ def test_stage_rejects_unsupported_tasks(tmp_path):
     assert unsupported_task("text-classification")
     with raises_code("unsupported-task", InputError):
         Onnx()(tiny.as_artifact(source, "text-classification"), INT8, ctx)
+
+
+@pytest.mark.parametrize(("fraction", "codes"), [(0.5, []), (0.25, ["attention-not-fused"])])
+def test_rotated_part_of_a_head_decides_whether_attention_is_fused(fraction, codes):
+    """Heads of 32 channels, of which 16 or 8 are rotated."""
+    model = family_models.load("gpt_neox", rotary_pct=fraction)
+    message = unfused_heads_warning(attention_modules(model), "ort-cpu")
+    assert message_codes([message] if message else []) == codes

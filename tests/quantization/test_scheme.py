@@ -18,7 +18,6 @@ from smelt.quantization.schemes.registry import (
     SCHEMES,
     bits_per_weight,
     default_options,
-    stored_bytes,
     supported_targets,
 )
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
@@ -147,7 +146,7 @@ def test_file_has_the_documented_bits_per_weight(scheme, options):
     width = 1024
     matrix = nn.ModuleList([schemes.rounded_matrix(scheme, weights(4, width), **options)])
     storage = SCHEMES[scheme].stored_tensors(4, width, options).values()
-    constant_bytes = sum(stored_bytes(stored) for stored in storage if stored.calibrated)
+    constant_bytes = sum(stored.size_bytes for stored in storage if stored.calibrated)
     bits = 8 * (quantized_bytes(matrix) - constant_bytes)
     assert bits == bits_per_weight(SCHEMES[scheme], options, width, rows=4) * 4 * width
 

@@ -115,9 +115,9 @@ class Attention:
     """The attribute with heads times width, if there is one."""
     cross: bool = False
     """Whether it is cross-attention."""
-    packed: Literal["equal", "grouped"] | None = None
-    """How one layer computes query, key and value: in "equal" thirds (GPT-2), or "grouped", with the rows of
-    query, key and value heads (Phi-3)."""
+    packed: Literal["equal", "grouped", "per_head"] | None = None
+    """How one layer computes query, key and value: in "equal" thirds (GPT-2), "grouped", with the rows of
+    query, key and value heads (Phi-3), or "per_head", with the three of a head together (GPT-NeoX)."""
     kv_heads_attribute: str | None = None
     """The attribute with the number of key heads of a "grouped" layer."""
     fixed_heads_reason: str | None = None
@@ -130,6 +130,8 @@ class Attention:
     and each returns it for the next, "given" if the model computes it."""
     rotary: bool = False
     """Whether queries and keys are rotated by their positions."""
+    rotary_attribute: str | None = None
+    """The attribute that says whether this module rotates them; None if all do (SmolLM3)."""
     qk_norms: tuple[str, str] | None = None
     """The norms of each head's queries and keys, if any (Qwen3)."""
     residual_norm: str | None = None
@@ -418,6 +420,10 @@ class Family:
     """From a config, the factor of the token embedding; it may depend on the width."""
     output_scale: Callable[[Config], float] = lambda config: 1.0
     """From a config, the factor of the hidden states before the output layer."""
+    residual_scale: Callable[[Config], float] = lambda config: 1.0
+    """From a config, the factor of each part's output in the sum of the hidden states (Granite)."""
+    logits_divisor: Callable[[Config], float] = lambda config: 1.0
+    """From a config, what the results of a decoder's output layer are divided by (Granite)."""
     ties_output: Callable[[Config], bool] = lambda config: bool(config.get("tie_word_embeddings", True))
     """From a config, whether the token embedding is the output layer."""
     position_encoding: PositionEncoding = PositionEncoding()
@@ -447,6 +453,8 @@ class Family:
     """A source and a target in the notation of such a tokenizer."""
     relative_bias: Callable[[], RelativeBias] | None = None
     """Returns the implementation of `relative_bias` of its attentions (imports torch)."""
+    rotary_fraction: Callable[[Config], float] = lambda config: 1.0
+    """From a config, the part of a head's channels that rotary positions rotate, the first ones."""
     rms_norm: RmsNormForm = RmsNormForm()
     """The form of its root-mean-square norms, if any."""
     window: Callable[[Config, int], int | None] = lambda config, number: None

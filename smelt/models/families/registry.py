@@ -28,6 +28,8 @@ from smelt.models.families import (
     electra,
     gemma,
     gpt2,
+    gpt_neox,
+    granite,
     llama,
     m2m_100,
     marian,
@@ -35,6 +37,7 @@ from smelt.models.families import (
     mistral,
     modernbert,
     mpnet,
+    mt5,
     opt,
     pegasus,
     phi3,
@@ -42,6 +45,7 @@ from smelt.models.families import (
     qwen3,
     resnet,
     roberta,
+    smollm3,
     starcoder2,
     t5,
     torch_module,
@@ -50,10 +54,11 @@ from smelt.models.families import (
 )
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
-_SEQ2SEQ_MODULES = (marian, t5, bart, mbart, pegasus, m2m_100)
+_SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
-_DECODER_MODULES = (gpt2, opt, llama, mistral, qwen2, qwen3, gemma, phi3, starcoder2)
+_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
+_DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
@@ -76,6 +81,13 @@ def find_family(config: Config) -> Family | None:
 def family_of(model: Any) -> Family | None:
     """Return the family of a transformers model, None if it is not supported."""
     return _family_by_type(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def decoder_logits(model: Any, hidden: Any) -> Any:
+    """Return the logits, a float tensor [..., V], of the last hidden states [..., D] of a decoder."""
+    logits, family = model.get_output_embeddings()(hidden), family_of(model)
+    divisor = 1.0 if family is None else family.logits_divisor(model.config.to_dict())
+    return logits if divisor == 1 else logits / divisor
 
 
 def _family_by_type(model_type: str) -> Family | None:
@@ -465,6 +477,8 @@ def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[
 
 def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
     """Return the input of an attention's output layer: values, mixed over tokens but not over channels."""
+    if attention.packed == "per_head":  # the rows of the values are not consecutive
+        return SharedInput((attention.out,))
     out_width = int(model.get_submodule(attention.out).in_features)
     value_width = int(model.get_submodule(attention.value).out_features)
     values = (

@@ -26,7 +26,7 @@ from smelt.core.system import interrupted_exit_code
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, page_svg
 from smelt.evaluate.report.markdown import Markdown, markdown_table
-from smelt.evaluate.report.schema import ScoreDifference
+from smelt.evaluate.report.step_schema import ScoreDifference
 from smelt.pipeline.search.space import SearchSpace
 from smelt.pipeline.search.study import Search
 from smelt.pipeline.search.trials import Trial, objective_text, parameter_text

@@ -22,9 +22,10 @@ P = groups of several rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.core.messages import Message, warning
 from smelt.quantization import groupwise as parts
 from smelt.quantization.scheme import (
     MatrixUse,
@@ -137,6 +138,31 @@ class Additive(Scheme):
         codes = parts.unpack_codes(matrix.tensor("codes"), bits)[:, : groups * count]
         grid = {"scales": matrix.tensor("scales"), "codebooks": matrix.tensor("codebooks")}
         return UnpackedWeights(codes.unflatten(1, (groups, count)), grid)
+
+    def storage_warnings(self, matrices: Sequence[PackedMatrix]) -> list[Message]:
+        """Return a warning if the codebooks take more bytes than codes and scales."""
+        code_bytes = codebook_bytes = 0
+        for matrix in matrices:
+            specs = self.stored_tensors(len(matrix.tensor("codes")), matrix.width, matrix.options).values()
+            code_bytes += sum(spec.size_bytes for spec in specs if spec.per_row)
+            codebook_bytes += sum(spec.size_bytes for spec in specs if not spec.per_row)
+        if codebook_bytes <= code_bytes:
+            return []
+        setting, advice = "scheme", "Use another scheme."
+        count = max(int(matrix.options[NUM_CODEBOOKS.name]) for matrix in matrices)
+        if any(matrix.options[CODE_BITS.name] == 8 for matrix in matrices):
+            setting, advice = CODE_BITS.name, f"Set {CODE_BITS.name}: 4, or use another scheme."
+        elif count > 1:
+            setting = NUM_CODEBOOKS.name
+            advice = f"Decrease {setting} (now {count}), or use another scheme."
+        return [
+            warning(
+                "large-codebooks",
+                f"The codebooks take {codebook_bytes:,} bytes, more than the codes and scales"
+                f" ({code_bytes:,} bytes), because the matrices are small. {advice}",
+                setting=setting,
+            )
+        ]
 
     def linear(self, matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the values."""

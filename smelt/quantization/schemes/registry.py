@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,6 @@ from smelt.quantization.scheme import (
     Scheme,
     SchemeOption,
     SchemeOptions,
-    StoredTensor,
     graph_target,
 )
 from smelt.quantization.schemes.additive import Additive
@@ -140,15 +137,7 @@ def bits_per_weight(
     """
     rows = width if rows is None else rows
     specs = scheme.stored_tensors(rows, width, options).values()
-    return 8 * sum(stored_bytes(tensor) for tensor in specs if not tensor.calibrated) / (rows * width)
-
-
-def stored_bytes(stored: StoredTensor) -> int:
-    """Return the bytes of a tensor in a file."""
-    bits_match = re.search(
-        r"\d+", stored.file_dtype or stored.dtype
-    )  # torch's type names contain the bits, except bool's
-    return math.prod(stored.shape) * (int(bits_match[0]) // 8 if bits_match else 1)
+    return 8 * sum(tensor.size_bytes for tensor in specs if not tensor.calibrated) / (rows * width)
 
 
 def supported_targets(schemes: Iterable[Scheme]) -> list[str]:

@@ -74,11 +74,13 @@ def test_captured_projections_equal_query_key_value_outputs(family):
     for name in dict.fromkeys((attention.query, attention.key, attention.value)):
         with torch.no_grad():
             rows.append(model.get_submodule(name)(inputs["input"]))
-    torch.testing.assert_close(
-        torch.cat([products[projection] for projection in ("query", "key", "value")], dim=-1),
-        torch.cat(rows, dim=-1),
-    )
     module = model.get_submodule(attention.name)
+    three = [products[projection] for projection in ("query", "key", "value")]
+    packed = torch.cat(three, dim=-1)
+    if attention.packed == "per_head":
+        width = getattr(module, attention.head_dim_attribute)
+        packed = torch.stack([x.unflatten(-1, (-1, width)) for x in three], dim=-2).flatten(-3)
+    torch.testing.assert_close(packed, torch.cat(rows, dim=-1))
     assert products["key"].shape == products["value"].shape
     assert products["query"].shape[-1] % int(getattr(module, attention.head_dim_attribute)) == 0
 

@@ -6,6 +6,7 @@ from torch.nn.functional import normalize
 
 from smelt.compress.drop_layers.drop_parts import layer_parts, part_influence, without_parts
 from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import blocks_of
 from smelt.models.layers import skip_sublayer
 from tests.support import harness
 from tests.support.models import every_family
@@ -68,6 +69,8 @@ def _between(model, parts):
 @pytest.mark.parametrize("family", SEPARATE_BLOCKS)
 def test_part_influence_equals_states_before_and_after(family):
     model = _loaded(family)
+    for block in blocks_of(model):
+        block.module.use_parallel_residual = False  # GPT-NeoX's, which has no states between its parts
     parts = layer_parts(model)
     influence = part_influence(model, parts, [_inputs(model)])
     for part, states in _between(model, parts).items():
@@ -81,7 +84,7 @@ def test_part_influence_equals_states_before_and_after(family):
     assert [part.kind for part in parts if part.stack == parts[-1].stack] == kinds * 3
 
 
-@pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2", "opt"])
+@pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2", "opt", "gpt_neox"])
 def test_without_parts_equals_model_with_parts_removed(family):
     model = _loaded(family)
     parts = layer_parts(model)

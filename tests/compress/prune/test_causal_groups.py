@@ -5,14 +5,14 @@ import torch
 
 from smelt.compress.prune.importances.magnitude import magnitude_scores
 from smelt.compress.prune.stage import Prune, PruneSettings
-from smelt.compress.prune.units import find_groups, linear_with_inputs
+from smelt.compress.prune.units import cut_heads, find_groups, linear_with_inputs
 from smelt.core.errors import InputError
 from smelt.data.splits import Columns
 from smelt.models.checkpoint import load_model
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import causal
+from tests.support.models import causal, every_family
 
 
 @pytest.fixture(scope="module", params=causal.FAMILIES)
@@ -71,6 +71,21 @@ def test_head_magnitude_multiplies_norms_of_value_and_output_for_grouped_queries
     units = attentions[0].count(model)
     expected = [a.norm() * b.norm() for a, b in zip(value.chunk(units, 0), out.chunk(units, 1), strict=True)]
     torch.testing.assert_close(scores.heads[attentions[0].name].float(), torch.stack(expected).detach())
+
+
+@torch.no_grad()
+def test_head_of_layer_packed_by_heads_has_its_own_query_key_and_value():
+    """GPT-NeoX; the reference for the values is the split in transformers' forward."""
+    model, _ = load_model(every_family.model_with_layers("gpt_neox", 1))
+    group = find_groups(model)[0][0]
+    width, layer, x = group.head_dim(model), model.get_submodule(group.structure.value), torch.randn(5, 64)
+    values = (layer(x) - layer.bias).view(5, -1, 3 * width).chunk(3, dim=-1)[2].flatten(1)
+    torch.testing.assert_close(x @ group.value_weight(model).T, values, atol=1e-5, rtol=1e-4)
+    model.get_submodule(group.structure.out).weight[:, :width] = 0
+    masked = harness.logits(model)
+    cut_heads(model, [], group, torch.tensor([1]))
+    assert layer.out_features // 2 == model.get_submodule(group.structure.value).out_features
+    torch.testing.assert_close(harness.logits(model), masked, atol=1e-4, rtol=1e-4)
 
 
 def test_unknown_family_is_rejected_by_name():

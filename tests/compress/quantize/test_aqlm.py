@@ -18,7 +18,7 @@ from smelt.compress.quantize.plan_layers import (
     scheme_grid,
 )
 from smelt.compress.quantize.settings import QuantizeSettings
-from smelt.compress.quantize.stage import Quantize, large_codebook_warnings
+from smelt.compress.quantize.stage import Quantize, storage_warnings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
 from smelt.data.splits import Example, Split
@@ -167,7 +167,7 @@ def test_codebooks_larger_than_codes_are_reported():
     options = {"num_codebooks": 1, "nbits_per_codebook": 4}
     for inputs, codes in ((256, []), (16, ["large-codebooks"])):
         model = nn.ModuleList([quantize_module(nn.Linear(inputs, 64), "additive", options)])
-        assert message_codes(large_codebook_warnings(model)) == codes
+        assert message_codes(storage_warnings(model)) == codes
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_codebooks_larger_than_codes_are_reported():
 def test_large_codebooks_are_reported_with_a_setting_that_makes_them_smaller(count, bits, setting):
     options = {"num_codebooks": count, "nbits_per_codebook": bits}
     model = nn.ModuleList([quantize_module(nn.Linear(16, 64), "additive", options)])
-    assert [message.setting for message in large_codebook_warnings(model)] == [setting]
+    assert [message.setting for message in storage_warnings(model)] == [setting]
 
 
 def test_methods_on_a_grid_and_other_schemes_are_refused():

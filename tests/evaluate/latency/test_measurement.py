@@ -14,7 +14,7 @@ from smelt.core.errors import InputError
 from smelt.core.store import Store
 from smelt.evaluate.latency import LatencySettings, TimingJob, measure_latency, measurement
 from smelt.evaluate.latency import measurement as worker_process
-from smelt.evaluate.report.schema import LatencyReport
+from smelt.evaluate.report.step_schema import LatencyReport
 from tests.support.expected_errors import raises_code
 from tests.support.models import tiny
 from tests.support.processes import forked_workers

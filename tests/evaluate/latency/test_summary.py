@@ -12,7 +12,7 @@ from smelt.evaluate.latency.summary import (
     spread_over_lengths,
     summarize_rounds,
 )
-from smelt.evaluate.report.schema import LatencyReport
+from smelt.evaluate.report.step_schema import LatencyReport
 
 pytestmark = pytest.mark.quick
 

@@ -5,7 +5,8 @@ import pytest
 from smelt.evaluate.report import view
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import ScoreDifference, validate_report
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.step_schema import ScoreDifference
 from smelt.evaluate.report.verdict import decide
 from smelt.evaluate.report.verdict_facts import verdict_facts
 from tests.support.standins.sample_report import make_scores, mark_disturbed, ten_step_report, with_verdict

@@ -5,7 +5,8 @@ import pytest
 from smelt.evaluate.report import view
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import GateReport, validate_report
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.step_schema import GateReport
 from tests.support.standins.sample_report import mark_disturbed, ten_step_report
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from smelt.evaluate.report.schema import is_step_at_chance
+from smelt.evaluate.report.step_schema import is_step_at_chance
 from smelt.evaluate.report.verdict import front_axes, pareto_front
 
 pytestmark = pytest.mark.quick

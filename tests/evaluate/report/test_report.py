@@ -8,9 +8,7 @@ import pytest
 from smelt.evaluate.report.chart import scatter_chart
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import (
-    validate_report,
-)
+from smelt.evaluate.report.schema import validate_report
 from tests.support.standins import sample_report
 from tests.support.standins.sample_report import HtmlOutline, make_message, mark_disturbed, ten_step_report
 

@@ -10,7 +10,8 @@ import pytest
 
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.evaluate.report.schema import (
+from smelt.evaluate.report.schema import ReportData, StepReport, Verdict, validate_report
+from smelt.evaluate.report.step_schema import (
     Agreement,
     ChangedExample,
     ClassifierTimings,
@@ -21,12 +22,8 @@ from smelt.evaluate.report.schema import (
     GenerationTimings,
     LatencyReport,
     Quality,
-    ReportData,
     RoundReport,
     ScoreDifference,
-    StepReport,
-    Verdict,
-    validate_report,
 )
 from tests.support.expected_errors import message_locations, raises_code
 from tests.support.standins import sample_report

@@ -6,7 +6,8 @@ import pytest
 
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
-from smelt.evaluate.report.schema import ScoreDifference, validate_report
+from smelt.evaluate.report.schema import validate_report
+from smelt.evaluate.report.step_schema import ScoreDifference
 from smelt.evaluate.report.view import (
     difference_interval_text,
     difference_text,

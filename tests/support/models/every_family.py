@@ -68,6 +68,10 @@ OPT_CONFIG = {
     "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 64, "dropout": 0.0,
 }  # fmt: skip
+MT5_CONFIG = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0,
+}  # fmt: skip
 STARCODER2_CONFIG = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 6,
@@ -75,6 +79,7 @@ STARCODER2_CONFIG = {
 MODELS: dict[str, TinyFamily] = {
     "marian": TinyFamily(ENCODER_DECODER_LAYERS, tiny.write_marian),
     "t5": TinyFamily(("num_layers", "num_decoder_layers"), partial(seq2seq.write_t5, gated=True)),
+    "mt5": TinyFamily(("num_layers", "num_decoder_layers"), config=MT5_CONFIG, like="t5"),
     "bart": TinyFamily(ENCODER_DECODER_LAYERS, seq2seq.write_bart, like="marian"),
     "mbart": TinyFamily(ENCODER_DECODER_LAYERS, partial(seq2seq.write_bart, kind="mbart"), like="m2m_100"),
     "pegasus": TinyFamily(ENCODER_DECODER_LAYERS, config=TRANSLATOR_CONFIG, like="m2m_100"),
@@ -99,7 +104,13 @@ MODELS: dict[str, TinyFamily] = {
         config=GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "phi3": TinyFamily(STACK,
         config=GATED_CONFIG | {"sliding_window": None, "original_max_position_embeddings": 64}),
-    "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG), "vit": TinyFamily(STACK, images.write_model),
+    "starcoder2": TinyFamily(STACK, config=STARCODER2_CONFIG),
+    "granite": TinyFamily(STACK, config=GATED_CONFIG | {"embedding_multiplier": 3.0, "logits_scaling": 2.0,
+        "residual_multiplier": 0.5, "attention_multiplier": 0.2, "tie_word_embeddings": True}),
+    "gpt_neox": TinyFamily(STACK, config={"hidden_size": 64, "num_attention_heads": 2,
+        "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64, "rotary_pct": 0.5}),
+    "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
+    "vit": TinyFamily(STACK, images.write_model),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
 }  # fmt: skip
 """The tiny model of each family: whoever tests every family takes it from here."""

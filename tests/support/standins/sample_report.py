@@ -180,6 +180,18 @@ def make_round(factor, ratio):
     }
 
 
+def make_gate(metric, passed):
+    """A gate of a step, judged."""
+    return {"metric": metric, "kind": "max_degradation", "limit": 2.0, "value": 1.37, "passed": passed}
+
+
+def make_rounds(*speedups):
+    """Rounds of times on an idle machine that do not count."""
+    idle = {"counted": False, "processor_share": 1.0, "baseline_processor_share": 1.0, "lost_share": 0.4}
+    idle |= {"baseline_ms": 100.0, "other_processors": 0.5, "cpu_steal": 0.0, "pressure": None}
+    return [idle | {"speedup": speedup} for speedup in speedups]
+
+
 def mark_disturbed(row):
     """Make one row of times one that was disturbed."""
     row.update(stable=False, cause="busy")

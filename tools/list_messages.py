@@ -74,9 +74,9 @@ def messages_in(path: Path) -> Iterator[ListedMessage]:
         code_text = _code(code)
         for sentence in texts.of(text):
             if code_text != "{}" or _has_words(sentence):
-                if kind == "SettingError":  # a recipe's errors are shown with a full stop
-                    sentence = f"{sentence.rstrip('.')}."
-                yield ListedMessage(location, kind, code_text, sentence)
+                # a recipe's errors are shown with a full stop
+                shown = f"{sentence.rstrip('.')}." if kind == "SettingError" else sentence
+                yield ListedMessage(location, kind, code_text, shown)
 
 
 @cache

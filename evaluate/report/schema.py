@@ -135,6 +135,7 @@ class RoundReport(_ReportModel):
     other_processors: float
     cpu_steal: float
     pressure: float | None
+    other_gpu_share: float | None = None
 
 
 class LatencyReport(_ReportModel):
@@ -142,7 +143,8 @@ class LatencyReport(_ReportModel):
 
     stable: whether a speed may be claimed; where it is False, `cause` and `reason` (text) are why not.
     cpu_speedup: by processor time; it is known also where other work disturbs the wall clock.
-    baseline_p50_ms: the baseline's median call in the same rounds.
+    baseline_p50_ms: the baseline's median call in the same rounds. graph_ms: the median time of a call's
+    graphs alone, on CUDA by events on the device where the runtime has them.
     """
 
     batch_size: int = Field(ge=1)
@@ -153,9 +155,11 @@ class LatencyReport(_ReportModel):
     p50_ms: float = Field(ge=0)
     p90_ms: float | None = None
     p99_ms: float | None = None
+    graph_ms: float | None = None
     cpu_ms: float | None = None
     throughput: float | None = None
     unit: str | None = None
+    output_tokens_per_second: float | None = None
     speedup: float | None = None
     speedup_ci95: tuple[float, float] | None = None
     cpu_speedup: float | None = None
@@ -389,6 +393,7 @@ class StepReport(_ReportModel):
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
+    gpu_memory_bytes: int | None = Field(default=None, ge=0)
     warnings: _Messages = Field(default_factory=list)
     quality: Annotated[dict[str, Quality], _EmptyDict] = Field(default_factory=dict)
     latency: Annotated[list[LatencyReport], _EmptyList] = Field(default_factory=list)

@@ -42,6 +42,7 @@ from smelt.generation.backend import (
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
 from smelt.runtimes.device_gather import DeviceGather
+from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_session import (
     REEXPORT_HINT,
     full_huge_pages,
@@ -291,7 +292,8 @@ class OnnxBackend:
         }
         names = [output.name for output in session.get_outputs()]
         try:
-            results = session.run(names, inputs)
+            with timed_graph():
+                results = session.run(names, inputs)
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise RunError(
                 f"{self._folder / graph}.onnx: ONNX Runtime could not run this graph: {error}",
@@ -366,7 +368,8 @@ class OnnxBackend:
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         for name in self._once:
             binding.bind_output(name, self.device, self._device_id)
-        session.run_with_iobinding(binding)
+        with timed_graph():
+            session.run_with_iobinding(binding)
         return {past_input_name(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
 
     def step(self, held: OnnxDecodeState, feeds: Feeds, last: int = 1) -> Logits:
@@ -404,7 +407,9 @@ class OnnxBackend:
         binding.bind_output("logits", "cpu")
         for name in () if self._in_place else self._present:
             binding.bind_output(name, self.device, self._device_id)
-        self._session(self._graphs.main.name).run_with_iobinding(binding)
+        session = self._session(self._graphs.main.name)
+        with timed_graph():
+            session.run_with_iobinding(binding)
         return binding.get_outputs()
 
     def _run_partial_logits(self, held: OnnxDecodeState, feeds: Feeds, wanted: int) -> list[Any]:
@@ -415,7 +420,8 @@ class OnnxBackend:
         }
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
-        logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
+        with timed_graph():
+            logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
         device_caches = (
             caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
         )

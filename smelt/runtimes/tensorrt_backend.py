@@ -13,6 +13,7 @@ of a head, V = vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import EngineWarning, InputError, RunError
 from smelt.data.npz_arrays import NO_SAMPLE_AXES
 from smelt.generation.backend import (
     PAST_PREFIX,
@@ -38,12 +39,14 @@ from smelt.generation.backend import (
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
+from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (
     check_sidecar,
     current_gpu,
     import_tensorrt,
     make_logger,
+    other_model_warning,
     read_sidecar,
 )
 
@@ -103,7 +106,9 @@ class TensorrtEngine:
         self._runtime = trt.Runtime(self._logger)
         sidecar = read_sidecar(path)  # without one TensorRT itself checks
         if sidecar is not None:
-            check_sidecar(path, sidecar, trt.__name__, trt.__version__, current_gpu())
+            check_sidecar(path, sidecar, trt.__name__, trt.__version__, gpu := current_gpu())
+            if message := other_model_warning(path, sidecar, gpu):
+                warnings.warn(EngineWarning(message), stacklevel=2)
         if sidecar is not None and sidecar.version_compatible:
             self._runtime.engine_host_code_allowed = True  # such a plan contains its own runtime
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -136,6 +141,8 @@ class TensorrtEngine:
         self._chosen = -1
         self._select_profile(self._profiles[-1])
         stream.synchronize()
+        for text in dict.fromkeys(self._logger.warnings):
+            warnings.warn(EngineWarning(f"{path.name}: TensorRT: {text}"), stacklevel=2)
 
     def _refit_weights(self, trt: Any, graph: Path) -> None:
         """Set the engine's weights from its graph; it was built without them."""
@@ -212,7 +219,9 @@ class TensorrtEngine:
                 self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
             )
             self._bind(name, outputs[name], live_tensors)
-        if not self._context.execute_async_v3(self._stream.cuda_stream):
+        with timed_graph(self._stream):
+            is_started = self._context.execute_async_v3(self._stream.cuda_stream)
+        if not is_started:
             raise RunError(
                 f"{self._path.name}: the engine failed. TensorRT's errors: {self._logged_errors()}",
                 code="engine-failed",

@@ -27,6 +27,7 @@ from smelt.models.tokenizer import uses_token_types
 from smelt.models.user_module import ArraysOutput
 from smelt.quantization.layers import limit_weight_cache
 from smelt.runtimes.device import TorchThreads, torch_device
+from smelt.runtimes.graph_timer import timed_graph
 
 
 @dataclass
@@ -84,9 +85,11 @@ class TorchBackend(NoGenerationGraphs):
         inputs = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
         if graph != self._graphs.main.name:
             return {
-                "last_hidden_state": self._open_model.get_encoder()(**inputs).last_hidden_state.cpu().numpy()
+                "last_hidden_state": self._run(self._open_model.get_encoder(), **inputs)
+                .last_hidden_state.cpu()
+                .numpy()
             }
-        output = self._open_model(**inputs)
+        output = self._run(self._open_model, **inputs)
         if isinstance(output, ArraysOutput):
             return {name: value.cpu().numpy() for name, value in output.arrays.items()}
         [name] = self._graphs.main.outputs
@@ -99,14 +102,16 @@ class TorchBackend(NoGenerationGraphs):
         if feeds is None or shared is None:
             return TorchDecodeState(DynamicCache())
         mask = self._to_device(shared["encoder_attention_mask"])
-        encoded = model.get_encoder()(self._to_device(feeds["input_ids"]), attention_mask=mask)
+        ids = self._to_device(feeds["input_ids"])
+        encoded = self._run(model.get_encoder(), input_ids=ids, attention_mask=mask)
         return TorchDecodeState(EncoderDecoderCache(DynamicCache(), DynamicCache()), encoded, mask)
 
     @torch.inference_mode()
     def step(self, held: TorchDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return float32 [R, V] with an encoder, else [R, last, V]."""
         if held.encoder_outputs is not None:
-            output = self.model(
+            output = self._run(
+                self.model,
                 decoder_input_ids=self._to_device(feeds["input_ids"]),
                 encoder_outputs=held.encoder_outputs,
                 attention_mask=held.encoder_mask,
@@ -115,8 +120,9 @@ class TorchBackend(NoGenerationGraphs):
             )
             logits: Logits = output.logits[:, -1].cpu().numpy()
             return logits
-        hidden = self.model.base_model(
-            self._to_device(feeds["input_ids"]),
+        hidden = self._run(
+            self.model.base_model,
+            input_ids=self._to_device(feeds["input_ids"]),
             attention_mask=self._to_device(feeds["attention_mask"]),
             position_ids=self._to_device(feeds["position_ids"]),
             past_key_values=held.cache,
@@ -142,6 +148,10 @@ class TorchBackend(NoGenerationGraphs):
             assert hidden is not None
             held.encoder_outputs = BaseModelOutput(hidden.index_select(0, indices))
             held.encoder_mask = held.encoder_mask.index_select(0, indices)
+
+    def _run(self, module: Any, **inputs: Any) -> Any:
+        with timed_graph(torch.cuda.current_stream() if self.device == "cuda" else None):
+            return module(**inputs)
 
     @property
     def _open_model(self) -> Any:

@@ -38,7 +38,7 @@ from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.evaluate.latency.gpu_monitor import GpuMonitor, open_gpu_monitor
 from smelt.evaluate.latency.summary import load_between, read_counters
-from smelt.generation.backend import Batch, Logits, Tokens
+from smelt.generation.backend import Batch, Logits, Tokens, TopLogits
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.runtimes.graph_timer import time_graphs
 from smelt.runtimes.images import ImageBatch
@@ -344,11 +344,20 @@ class TimedRunner:
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Call the runner's `decode_step`."""
         logits: Logits = self._runner.decode_step(state, tokens)
+        self._record_step()
+        return logits
+
+    def decode_top(self, state: Any, tokens: Tokens, count: int) -> TopLogits:
+        """Call the runner's `decode_top`."""
+        top: TopLogits = self._runner.decode_top(state, tokens, count)
+        self._record_step()
+        return top
+
+    def _record_step(self) -> None:
         self._last = _clock_ns()
         if not self._steps:
             self._first = self._last
         self._steps += 1
-        return logits
 
     def generate_sequences(self, graph: str, batch: Batch, feeds: dict[str, Any]) -> Tokens:
         """Call the runner's `generate_sequences`."""

@@ -195,6 +195,7 @@ class OpenvinoBackend(NoGenerationGraphs):
     device = "cpu"
     max_tokens_per_call = None
     max_total_tokens = None
+    reduces_logits = False
     prefers_stepwise = False
 
     def __init__(

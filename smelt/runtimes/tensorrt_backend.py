@@ -35,7 +35,9 @@ from smelt.generation.backend import (
     ModelGraphs,
     NoGenerationGraphs,
     Tokens,
+    TopLogits,
     past_input_name,
+    top_logits,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
@@ -318,6 +320,7 @@ class TensorrtBackend(NoGenerationGraphs):
     device = "cuda"
 
     prefers_stepwise = False
+    reduces_logits = True
 
     def __init__(
         self,
@@ -413,20 +416,31 @@ class TensorrtBackend(NoGenerationGraphs):
     @torch.inference_mode()
     def step(self, held: TensorrtDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return logits, [R, V] or [R, last, V]; the caches stay on the GPU."""
+        with torch.cuda.stream(self._stream):
+            return _to_numpy([self._advance(held, feeds, last)])
+
+    @torch.inference_mode()
+    def step_top(self, held: TensorrtDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the GPU."""
+        with torch.cuda.stream(self._stream):
+            logits = self._advance(held, feeds, 1)
+            return top_logits(logits[:, -1] if logits.dim() == 3 else logits, count)
+
+    def _advance(self, held: TensorrtDecodeState, feeds: Feeds, last: int) -> Tensor:
+        """Run a step; return its logits on the GPU; called on the engines' stream."""
         engine = self._engine(self._graphs.main.name)
         num_logits = max(1, last)  # 0 would mean all
-        with torch.cuda.stream(self._stream):
-            part_logits = []
-            for state_part in held.parts:
-                # engines built before this input existed return the logits of all tokens
-                inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
-                outputs = engine(inputs | state_part.shared | state_part.caches)
-                state_part.caches = {
-                    name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
-                }
-                logits = outputs["logits"]
-                part_logits.append(logits[:, -num_logits:] if logits.dim() == 3 else logits)
-            return _to_numpy(part_logits)
+        part_logits = []
+        for state_part in held.parts:
+            # engines built before this input existed return the logits of all tokens
+            inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
+            outputs = engine(inputs | state_part.shared | state_part.caches)
+            state_part.caches = {
+                name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
+            }
+            logits = outputs["logits"]
+            part_logits.append(logits[:, -num_logits:] if logits.dim() == 3 else logits)
+        return _concat_batches(part_logits)
 
     @torch.inference_mode()
     def reorder_cache(self, held: TensorrtDecodeState, rows: Tokens, shared: bool) -> None:

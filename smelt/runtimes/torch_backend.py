@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
-from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
+from smelt.generation.backend import (
+    Feeds,
+    Logits,
+    ModelGraphs,
+    NoGenerationGraphs,
+    Tokens,
+    TopLogits,
+    top_logits,
+)
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.sentence_model import head_output
 from smelt.models.tokenizer import uses_token_types
@@ -109,6 +117,22 @@ class TorchBackend(NoGenerationGraphs):
     @torch.inference_mode()
     def step(self, held: TorchDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return float32 [R, V] with an encoder, else [R, last, V]."""
+        logits: Logits = self._advance(held, feeds, last).cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def step_top(self, held: TorchDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the device."""
+        logits = self._advance(held, feeds, 1)
+        return top_logits(logits[:, -1] if logits.dim() == 3 else logits, count)
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether the logits are on a GPU."""
+        return self.device == "cuda"
+
+    def _advance(self, held: TorchDecodeState, feeds: Feeds, last: int) -> Tensor:
+        """Run a step; return its logits on the device."""
         if held.encoder_outputs is not None:
             output = self._run(
                 self.model,
@@ -118,8 +142,7 @@ class TorchBackend(NoGenerationGraphs):
                 past_key_values=held.cache,
                 use_cache=True,
             )
-            logits: Logits = output.logits[:, -1].cpu().numpy()
-            return logits
+            return cast("Tensor", output.logits)[:, -1]
         hidden = self._run(
             self.model.base_model,
             input_ids=self._to_device(feeds["input_ids"]),
@@ -130,9 +153,8 @@ class TorchBackend(NoGenerationGraphs):
         ).last_hidden_state
         hidden = hidden[:, hidden.shape[1] - last :]
         if not last:
-            return np.empty((*hidden.shape[:2], 0), dtype=np.float32)
-        decoder_logits: Logits = self.model.get_output_embeddings()(hidden).float().cpu().numpy()
-        return decoder_logits
+            return torch.empty((*hidden.shape[:2], 0))
+        return cast("Tensor", self.model.get_output_embeddings()(hidden)).float()
 
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:

@@ -113,7 +113,7 @@ def parts(python: str = sys.executable, device: str = "cuda") -> tuple[Part, ...
 
     def recipe(name: str) -> tuple[str, ...]:
         path, out = RECIPES / f"gpu-{name}.yaml", RUNS / f"gpu-{name}"
-        return (*smelt, "run", str(path), "--out", str(out), *on_device)
+        return (*smelt, "run", str(path), "--out", str(out), "--limit", "200", *on_device)
 
     def report(name: str) -> Path:
         return RUNS / f"gpu-{name}" / "report.md"

@@ -119,7 +119,12 @@ def bind_inplace_cache(
 # Size of graph files, in bytes, from which a second copy of their weights matters (every session packs its
 # own), and the kind of memory pages
 _LARGE_GRAPH_BYTES = 32 * 2**20
-_NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+# numpy has no bfloat16; this is ONNX's number of it (TensorProto.DataType)
+_BFLOAT16 = 16
+_CACHE_DTYPES: dict[str, Any] = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8,
+    "tensor(bfloat16)": _BFLOAT16,
+}  # fmt: skip
 
 
 @dataclass
@@ -271,7 +276,7 @@ class OnnxBackend:
                 code="missing-cache",
             )
         self._empty = [
-            (i.shape[1], i.shape[3], _NUMPY_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
+            (i.shape[1], i.shape[3], _CACHE_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
         ]
         self._in_place = self._may_append and supports_inplace_cache(
             sessions[main.name], self._past, self._present, self._empty
@@ -307,8 +312,16 @@ class OnnxBackend:
         tensors = {name: self._to_ortvalue(values) for name, values in (shared or {}).items()}
         if self._graphs.encoder is not None:
             tensors |= self._run_encoder(self._graphs.encoder.name, feeds or {})
-        empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty_caches()]
-        return self._bind_state([self._to_ortvalue(array) for array in empty], tensors)
+        caches = [
+            self._empty_cache((rows, heads, 0, width), kind) for heads, width, kind in self._empty_caches()
+        ]
+        return self._bind_state(caches, tensors)
+
+    def _empty_cache(self, shape: tuple[int, ...], kind: Any) -> Any:
+        if kind == _BFLOAT16:
+            place = self.device, self._device_id
+            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), kind, *place)
+        return self._to_ortvalue(np.zeros(shape, dtype=kind))
 
     def _empty_caches(self) -> list[Any]:
         self._session(self._graphs.main.name)  # so that its graphs are open

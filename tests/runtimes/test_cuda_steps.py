@@ -11,9 +11,9 @@ from tests.support.graphs import cuda_graphs
 from tests.support.processes import cuda_rig, cuda_steps
 
 
-def steps(**variables):
+def steps(dtype="fp16", **variables):
     cuda_rig.rig_environment()
-    folder = cuda_graphs.cuda_graphs("marian")["fp16"]
+    folder = cuda_graphs.cuda_graphs("marian")[dtype]
     return cuda_rig.run_in_rig({"folder": str(folder)}, cuda_steps.__name__, **variables)
 
 
@@ -29,6 +29,13 @@ def test_reordered_beams_are_kept_on_the_device():
     assert answer["reorder"]["to host"] == answer["reorder_shared"]["to host"] == 0
     assert answer["reorder"]["to device"] == cuda_steps.ROWS * 8 * num_caches < answer["caches"]
     assert {shape[0] for shape in answer["shapes"]} >= {cuda_steps.ROWS // 2}
+
+
+def test_bf16_caches_are_kept_in_bf16_and_reordered_on_the_device():
+    answer, half = steps("bf16"), steps()
+    assert answer["types"] == ["tensor(bfloat16)"]
+    assert answer["caches"] == half["caches"]
+    assert answer["reorder"]["to host"] == 0
 
 
 def test_only_the_best_tokens_are_copied_to_the_host():

@@ -42,6 +42,7 @@ def main(requests: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         backend.step(state, token)
     answer: dict[str, Any] = {"caches": sum(_size(value) for value in state.caches)}
+    answer["types"] = sorted({value.data_type() for value in state.caches})
     copied_bytes()
     answer["logits"] = backend.step(state, token).nbytes
     answer["step"] = copied_bytes()
@@ -87,7 +88,7 @@ def read_prompt(folder: Path) -> dict[str, Any]:
 
 
 def _size(value: Any) -> int:
-    width = {"tensor(float16)": 2, "tensor(float)": 4}[value.data_type()]
+    width = {"tensor(float16)": 2, "tensor(bfloat16)": 2, "tensor(float)": 4}[value.data_type()]
     return int(np.prod(value.shape())) * width
 
 

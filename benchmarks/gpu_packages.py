@@ -116,7 +116,7 @@ def unpack(parts: Path, site: Path) -> list[str]:
             joined.write_bytes(b"".join((parts / part).read_bytes() for part in index[name]))
             with tarfile.open(joined) as tar:
                 tar.extractall(folder, filter="data")
-        wheels = {canonicalize_name(parse_wheel_filename(p.name)[0]): p for p in Path(folder).glob("*.whl")}
+        wheels = {str(parse_wheel_filename(path.name)[0]): path for path in Path(folder).glob("*.whl")}
         allowed = _allowed_versions(wheels)
         for name, path in wheels.items():
             if name == "smelt" or not _is_installed(name, allowed.get(name)):

@@ -1,7 +1,4 @@
-"""Types of report.json.
-
-docs/reference/report.md is the documentation of the file.
-"""
+"""Types of report.json, which docs/reference/report.md documents."""
 
 from __future__ import annotations
 
@@ -98,11 +95,9 @@ class Quality(_WithInterval):
 
 
 class GenerationTimings(_ReportModel):
-    """Parts of a median call of a generating model, ms.
+    """Parts of a median call of a generating model, ms; see docs/explanation/latency.md.
 
-    encoding: the encoder, or a language model's prompt; None where it is part of a graph with the
-    generation loop. time_to_first_token: from the start of the call, so with tokenizing and encoding.
-    time_per_output_token: of each further token; further_tokens: their number. time_to_first_token +
+    encoding: None where it is part of a graph with the generation loop. time_to_first_token +
     time_per_output_token * further_tokens + detokenizing is the call, within 5 % of the p50.
     """
 
@@ -142,9 +137,8 @@ class LatencyReport(_ReportModel):
     """Times of one step at one batch size, from input to output. `rounds_ms`: each round's median call.
 
     stable: whether a speed may be claimed; where it is False, `cause` and `reason` (text) are why not.
-    cpu_speedup: by processor time; it is known also where other work disturbs the wall clock.
-    baseline_p50_ms: the baseline's median call in the same rounds. graph_ms: the median time of a call's
-    graphs alone, on CUDA by events on the device where the runtime has them.
+    cpu_speedup: by processor time, known also where other work disturbs the wall clock. baseline_p50_ms: the
+    baseline's median call in the same rounds. graph_ms: the median time of a call's graphs alone.
     """
 
     batch_size: int = Field(ge=1)
@@ -599,7 +593,6 @@ def _schema_error(detail: ErrorDetails) -> Message:
     """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
     refused = detail.get("ctx", {}).get("error")
     code = refused.code if isinstance(refused, SettingError) else detail["type"].replace("_", "-")
-    input_text = repr(detail["input"])
-    input_text = input_text if len(input_text) <= 80 else f"{input_text[:77]}..."
+    input_text = text if len(text := repr(detail["input"])) <= 80 else f"{text[:77]}..."
     location = ".".join(map(str, detail["loc"]))
     return error_message(code, f"{detail['msg']}; got {input_text}", setting=location or None)

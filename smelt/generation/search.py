@@ -163,7 +163,8 @@ def _candidates_of_top(
     scores = top.log_probs + running.scores.reshape(-1, 1)
     scores[np.isin(top.tokens, bans)] = -np.inf
     width = scores.shape[1]
-    totals, all_tokens = (values.reshape(sentences, beams * width) for values in (scores, top.tokens))
+    totals = scores.reshape(sentences, beams * width)
+    all_tokens = top.tokens.reshape(sentences, beams * width)
     indices = _top_k(totals, _num_candidates(rules))
     tokens = np.take_along_axis(all_tokens, indices, axis=1)
     return _make_candidates(totals, indices, indices // width, tokens, running, rules, length)

@@ -204,8 +204,10 @@ def _gpu_parts() -> Iterator[tuple[str, ...]]:
     yield "part", "what", "last success"
     for entry in json.loads((DOCS.parent / "benchmarks" / "gpu-runs.json").read_text(encoding="utf-8")):
         executed = entry["executed"]
-        place = "never" if executed is None else "{gpu}; {finished}, commit {commit}".format(**executed)
-        yield f"`{entry['part']}`", entry["what"], place
+        last_success = (
+            "never" if executed is None else "{gpu}; {finished}, commit {commit}".format(**executed)
+        )
+        yield f"`{entry['part']}`", entry["what"], last_success
 
 
 MEMBER_TABLES = {

@@ -319,8 +319,9 @@ class OnnxBackend:
 
     def _empty_cache(self, shape: tuple[int, ...], kind: Any) -> Any:
         if kind == _BFLOAT16:
-            place = self.device, self._device_id
-            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), kind, *place)
+            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                list(shape), kind, self.device, self._device_id
+            )
         return self._to_ortvalue(np.zeros(shape, dtype=kind))
 
     def _empty_caches(self) -> list[Any]:
@@ -403,8 +404,8 @@ class OnnxBackend:
         """Return whether the logits are on a GPU."""
         return self.device == "cuda"
 
-    def _advance(self, held: OnnxDecodeState, feeds: Feeds, last: int, place: str) -> Any:
-        """Run a step; return its logits, an OrtValue on `place`, cpu or cuda."""
+    def _advance(self, held: OnnxDecodeState, feeds: Feeds, last: int, logits_device: str) -> Any:
+        """Run a step; return its logits, an OrtValue on `logits_device`, cpu or cuda."""
         num_rows, tokens = feeds["input_ids"].shape
         if tokens > 1 and num_rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
             raise InputError(
@@ -418,9 +419,9 @@ class OnnxBackend:
         ):  # else caches are returned in the needed length
             self._grow_caches(held, feeds["attention_mask"].shape[1])
         if is_partial:
-            logits, *held.caches = self._run_partial_logits(held, feeds, num_logits, place)
+            logits, *held.caches = self._run_partial_logits(held, feeds, num_logits, logits_device)
         else:
-            logits, *new_caches = self._run(held.binding, feeds, num_logits, place)
+            logits, *new_caches = self._run(held.binding, feeds, num_logits, logits_device)
             held.caches = held.caches if self._in_place else new_caches
         if is_partial or not self._in_place:
             self._bind_caches(held)
@@ -428,13 +429,13 @@ class OnnxBackend:
             held.cache_length = feeds["attention_mask"].shape[1]
         return logits
 
-    def _run(self, binding: Any, feeds: Feeds, wanted: int, place: str) -> Any:
+    def _run(self, binding: Any, feeds: Feeds, wanted: int, logits_device: str) -> Any:
         for name, values in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         if self._must_keep:
             binding.bind_cpu_input(NUM_LOGITS_INPUT, np.array(wanted, dtype=np.int64))
         # outputs are bound again: they grow, and the last outputs are now inputs
-        binding.bind_output("logits", place, self._device_id if place == "cuda" else 0)
+        binding.bind_output("logits", logits_device, self._device_id if logits_device == "cuda" else 0)
         for name in () if self._in_place else self._present:
             binding.bind_output(name, self.device, self._device_id)
         session = self._session(self._graphs.main.name)
@@ -442,7 +443,9 @@ class OnnxBackend:
             session.run_with_iobinding(binding)
         return binding.get_outputs()
 
-    def _run_partial_logits(self, held: OnnxDecodeState, feeds: Feeds, wanted: int, place: str) -> list[Any]:
+    def _run_partial_logits(
+        self, held: OnnxDecodeState, feeds: Feeds, wanted: int, logits_device: str
+    ) -> list[Any]:
         """Run with the logits of some tokens: a binding does not take inputs that have a default."""
         inputs = {**feeds, NUM_LOGITS_INPUT: np.array(wanted, dtype=np.int64)}
         values = {
@@ -455,7 +458,7 @@ class OnnxBackend:
             with timed_graph():
                 return list(session.run_with_ort_values(names, values))
         # the other calls return their outputs on the CPU
-        on_device = [self._device_type(each) for each in (place, *[self.device] * len(self._present))]
+        on_device = [self._device_type(each) for each in (logits_device, *[self.device] * len(self._present))]
         inputs_vector, outputs_vector = (onnxruntime.capi._pybind_state.OrtValueVector() for _ in range(2))
         for value in values.values():
             inputs_vector.push_back(value._get_c_value())
@@ -465,8 +468,8 @@ class OnnxBackend:
             )
         return [onnxruntime.OrtValue(value) for value in outputs_vector]
 
-    def _device_type(self, place: str) -> Any:
-        return onnxruntime.OrtDevice.make(place, self._device_id if place == "cuda" else 0)._get_c_device()
+    def _device_type(self, device: str) -> Any:
+        return onnxruntime.OrtDevice.make(device, self._device_id if device == "cuda" else 0)._get_c_device()
 
     def reorder_cache(self, held: OnnxDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], and bind it; shared tensors are copied only where necessary."""

@@ -67,7 +67,7 @@ def test_files_of_a_wheel_are_placed_as_pip_places_them(carried, tmp_path):
     assert not (tmp_path / "outside.py").exists()
 
 
-def test_carried_packages_are_those_that_smelt_needs_besides_torch():
+def test_carried_packages_are_requirements_of_smelt_without_torch():
     versions = gpu_packages.required_packages(["smelt"])
     assert {"smelt", "pydantic", "onnxruntime-gpu", "tokenizers"} >= {"smelt"} <= versions.keys()
     assert {"pydantic-core", "numpy"} <= versions.keys()

@@ -35,13 +35,13 @@ def test_torch_and_onnxruntime_fit_into_nine_minutes_in_this_order():
     assert sum(part.seconds for part in known[: names.index("tensorrt")]) <= 9 * 60
 
 
-def test_recorded_parts_are_those_of_the_plan():
+def test_recorded_parts_equal_the_plan():
     """After a change of the plan: `python benchmarks/gpu.py --record`, then `make docs`."""
     entries = json.loads(gpu.RUNS_FILE.read_text())
     assert [(e["part"], e["what"]) for e in entries] == [(p.name, p.description) for p in gpu.parts()]
 
 
-def test_second_start_goes_on_with_missing_parts_before_failed_ones(start, tmp_path):
+def test_second_start_runs_missing_parts_before_failed_ones(start, tmp_path):
     log = tmp_path / "log"
     note = f"open({str(log)!r}, 'a').write('%s '); raise SystemExit(%d)"
     known = [script_part(name, note % (name, code)) for name, code in (("a", 0), ("b", 3), ("c", 0))]
@@ -61,7 +61,7 @@ def test_each_result_is_written_before_the_next_part_starts(start, tmp_path, mon
     assert (content["output"], content["commit"], content["gpu"]) == ("done", *MACHINE.values())
 
 
-def test_part_whose_time_is_up_is_stopped_and_not_recorded(start, tmp_path):
+def test_part_over_its_time_is_stopped_and_not_recorded(start, tmp_path):
     code = "import time; print('begun', flush=True); time.sleep(60)"
     assert start([script_part("slow", code, seconds=1)]) == 1
     assert codes(tmp_path) == {"slow": None}
@@ -95,7 +95,7 @@ def test_rehearsal_records_nothing(start, tmp_path):
     assert all("device=cuda" not in argument for part in gpu.parts(device="cpu") for argument in part.command)
 
 
-def test_script_without_gpu_says_what_it_would_do():
+def test_script_without_gpu_prints_its_plan():
     command = ["bash", "benchmarks/gpu.sh", "--only", "training"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=True)
     assert "device=cuda" in done.stdout

@@ -59,7 +59,7 @@ def runner(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tokens_equal_those_of_all_logits(runner, settings, monkeypatch):
+def test_tokens_equal_generation_from_all_logits(runner, settings, monkeypatch):
     expected = texts_of(runner, settings)
     widths, backend_class = [], type(runner.backend)
     real_step = backend_class.step_top

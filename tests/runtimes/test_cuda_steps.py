@@ -79,7 +79,7 @@ def write_language_model(folder):
     onnx.save(model, folder / "model.onnx")
 
 
-def test_caches_of_prompts_stay_on_the_device(tmp_path):
+def test_caches_of_prompts_are_kept_on_the_device(tmp_path):
     write_language_model(tmp_path)
     request = {"folder": str(tmp_path), "is_prompt": True}
     answer = cuda_rig.run_in_rig(request, cuda_steps.__name__)

@@ -61,7 +61,7 @@ def test_events_are_recorded_on_the_stream_and_waited_for(monkeypatch):
     assert {stream for _, stream in FakeEvent.recorded} == {"stream"}
 
 
-def test_outside_of_a_measurement_no_event_is_made(monkeypatch):
+def test_outside_of_a_measurement_no_event_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", None)
     with timed_graph("stream"):
         pass

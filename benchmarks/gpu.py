@@ -1,28 +1,35 @@
-"""All that needs an NVIDIA GPU, part by part, and a page of what came out; called by benchmarks/gpu.sh.
+"""All that needs an NVIDIA GPU, part by part, within nine minutes; called by benchmarks/gpu.sh.
 
-Each part is a command in a process of its own with a limit in time; a part that fails is reported as failed
-and the next one runs. The page is written anew after each part, so what was done is kept.
+Each part is a command in a process of its own with a time limit, and writes its result at once. A second
+start goes on: parts without a result first, then those that failed. What succeeded is recorded in RUNS_FILE.
 
-    benchmarks/gpu.sh [--only PART ...] [--minutes 30] [--out docs/measurements/gpu.md]
+    benchmarks/gpu.sh [--only PART ...] [--minutes 9] [--rehearse]
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
-ORT = "benchmarks/recipes/gpu-ort.yaml"
+RUNS_FILE = ROOT / "benchmarks" / "gpu-runs.json"
+RESULTS = ROOT / "build" / "gpu" / "results"
+RECIPES = Path("benchmarks") / "recipes"
 _OUTPUT_LINES = 60
-"""Of a part's output, the last ones that go into the page."""
-_MIN_SECONDS = 20
+"""Of a part's output, the last ones that are kept."""
+_MIN_SECONDS = 15
 """Seconds below which a part is not begun."""
 
 BITSANDBYTES = """
@@ -48,75 +55,104 @@ assert float(loss) < before
 class Part:
     """One thing to run.
 
-    seconds: at most. report: a page of the run that goes into ours. libraries: a variable with a folder that
-    the loader looks in first.
+    seconds: at most. needs: modules without which it is left out. report: a page of the run that is kept.
+    libraries: a variable with a folder that the loader looks in first, without which the part is left out.
     """
 
     name: str
     description: str
     command: tuple[str, ...]
     seconds: int
+    needs: tuple[str, ...] = ()
     report: Path | None = None
     libraries: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables of its process."""
-        variables = os.environ | {"COLUMNS": "110"}
+        variables = os.environ | {"COLUMNS": "110", "HF_HUB_OFFLINE": "1"}
         first = os.environ.get(self.libraries, "") if self.libraries else ""
         if first:
             rest = os.environ.get("LD_LIBRARY_PATH", "")
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (first, rest)))
         return variables
 
+    @property
+    def missing(self) -> str:
+        """Return what the part needs and is not here, or an empty text."""
+        names = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if self.libraries and not Path(os.environ.get(self.libraries, "/nowhere")).is_dir():
+            names.append(self.libraries)
+        return ", ".join(names)
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a part; code: the exit status, None where its time was up, or it was not begun."""
+    """What came of a part.
 
-    part: Part
+    code: the exit status; None where its time was up. report: the page of its run. finished: date and time.
+    """
+
+    part: str
     code: int | None
     seconds: float
     output: str
-
-
-def parts(python: str = sys.executable) -> tuple[Part, ...]:
-    """Return all parts, in the order in which they run."""
-    smelt, tests = (
-        (python, "-m", "smelt"),
-        (python, "-m", "pytest", "-q", "-rA", "-n", "0", "-m", "gpu"),
+    report: str = ""
+    commit: str = ""
+    gpu: str = ""
+    finished: str = field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat("T", "minutes")
     )
-    training = (*smelt, "run", "quickstart", "--until", "recovered", "--set", "device=cuda", "--rebuild")
+
+
+def parts(python: str = sys.executable, device: str = "cuda") -> tuple[Part, ...]:
+    """Return all parts, in the order in which they run."""
+    smelt = (python, "-m", "smelt")
+    on_device = ("--set", f"device={device}", "--rebuild")
+    quickstart = (*smelt, "run", "quickstart", "--until", "recovered", *on_device)
+
+    def recipe(name: str) -> tuple[str, ...]:
+        path, out = RECIPES / f"gpu-{name}.yaml", RUNS / f"gpu-{name}"
+        return (*smelt, "run", str(path), "--out", str(out), "--limit", "200", *on_device)
+
+    def report(name: str) -> Path:
+        return RUNS / f"gpu-{name}" / "report.md"
+
     return (
-        Part("doctor", "what is installed and works here", (*smelt, "doctor"), 60),
+        Part("doctor", "what is installed and works", (*smelt, "doctor"), 40),
         Part(
-            "tests", "the tests that wait for a GPU: CUDA beside the CPU, real engines beside ONNX Runtime",
-            (*tests, "tests"), 240,
+            "training", "PyTorch: prune, factorize and distill in float32, scored, timed",
+            (*quickstart, "--out", str(RUNS / "gpu-training")), 100, report=report("training"),
         ),
         Part(
-            "training", "prune, factorize, distil on CUDA in float32, scored",
-            (*training, "--out", str(RUNS / "gpu-training")), 200, RUNS / "gpu-training" / "report.md",
+            "training-bf16", "PyTorch: the same in bf16",
+            (*quickstart, "--set", "recovered.precision=bf16", "--out", str(RUNS / "gpu-training-bf16")),
+            80, report=report("training-bf16"),
         ),
         Part(
-            "training-bf16", "the same in bf16",
-            (*training, "--set", "recovered.precision=bf16", "--out", str(RUNS / "gpu-training-bf16")), 180,
-            RUNS / "gpu-training-bf16" / "report.md",
+            "torch-quantized", "PyTorch: int8 and int4 (GPTQ) calibrated, scored and timed",
+            recipe("torch"), 60, report=report("torch"),
         ),
         Part(
-            "tensorrt", "ort-cuda and TensorRT in fp32, tf32, fp16, bf16, int8 and int4: quality beside the"
-            " untouched model (parity), latency interleaved; several profiles, stripped, compatible engines",
-            (*smelt, "run", "benchmarks/recipes/gpu.yaml", "--out", str(RUNS / "gpu"), "--rebuild"), 700,
-            RUNS / "gpu" / "report.md",
+            "ort-cuda", "ONNX Runtime on CUDA in fp32, fp16, bf16 and int4: quality, latency",
+            recipe("cuda"), 110, ("onnxruntime",), report("cuda"),
         ),
         Part(
-            "ort-tensorrt", "TensorRT inside of ONNX Runtime in fp32, fp16 and int8, engines built when a"
-            " graph is opened and kept: quality beside the untouched model, latency interleaved",
-            (*smelt, "run", ORT, "--out", str(RUNS / "gpu-ort"), "--rebuild"), 260,
-            RUNS / "gpu-ort" / "report.md", "SMELT_TENSORRT_10",
+            "tests", "the tests that wait for a GPU",
+            (python, "-m", "pytest", "-q", "-rA", "-p", "no:xdist", "-m", "gpu", "tests/runtimes",
+             "tests/compress"), 60, ("pytest", "onnxruntime"),
         ),
         Part(
-            "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA (smelt uses it on the CPU)",
-            (python, "-c", BITSANDBYTES), 60,
+            "bitsandbytes", "a layer and an optimizer of bitsandbytes on CUDA",
+            (python, "-c", BITSANDBYTES), 30, ("bitsandbytes",),
+        ),
+        Part(
+            "tensorrt", "TensorRT engines in fp32, tf32, fp16, bf16, int8 and int4: parity, quality, latency",
+            recipe("tensorrt"), 300, ("tensorrt", "onnxruntime"), report("tensorrt"),
+        ),
+        Part(
+            "ort-tensorrt", "TensorRT inside of ONNX Runtime in fp32, fp16 and int8: quality, latency",
+            recipe("ort"), 200, ("onnxruntime",), report("ort"), "SMELT_TENSORRT_10",
         ),
     )  # fmt: skip
 
@@ -139,110 +175,128 @@ def command_text(part: Part) -> str:
     return " ".join("'...'" if "\n" in argument else argument for argument in words)
 
 
-def run(part: Part, seconds: float) -> Outcome:
-    """Run a part for at most so long; its output goes to the terminal's end and into the page."""
+def run(part: Part, seconds: float, machine: dict[str, str]) -> Outcome:
+    """Run a part for at most so long."""
     began = time.monotonic()
-    limit = min(seconds, part.seconds)
-    if limit < _MIN_SECONDS:
-        return Outcome(part, None, 0.0, "not begun: the time of the whole script was up")
+    code: int | None = None
     try:
         done = subprocess.run(
-            part.command, cwd=ROOT, text=True, timeout=limit, check=False,
+            part.command, cwd=ROOT, text=True, timeout=seconds, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=part.environment,
         )  # fmt: skip
+        code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        output = error.output or ""
-        text = output.decode(errors="replace") if isinstance(output, bytes) else output
-        return Outcome(part, None, time.monotonic() - began, f"{text.rstrip()}\nstopped after {limit:.0f} s")
+        text = error.output or ""
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        output = f"{text.rstrip()}\nstopped after {seconds:.0f} s"
     except OSError as error:
-        return Outcome(part, 127, time.monotonic() - began, str(error))
-    return Outcome(part, done.returncode, time.monotonic() - began, done.stdout)
+        code, output = 127, str(error)
+    output = "\n".join(output.strip().splitlines()[-_OUTPUT_LINES:])
+    page = "" if part.report is None or code is None else _read(ROOT / part.report)
+    return Outcome(part.name, code, round(time.monotonic() - began, 1), output, page, **machine)
 
 
-def machine_text() -> str:
-    """Return the GPU, driver, commit and versions that the page is of."""
-    asked = (
-        ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"),
-        ("git", "rev-parse", "--short", "HEAD"),
-        (sys.executable, "-c", "import torch; print('torch', torch.__version__, 'CUDA', torch.version.cuda)"),
-    )
-    lines = []
-    for command in asked:
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the commit, and the GPU with its memory, driver and compute capability."""
+    query = "--query-gpu=name,memory.total,driver_version,compute_cap"
+    commands = {
+        "commit": ("git", "rev-parse", "--short", "HEAD"),
+        "gpu": ("nvidia-smi", query, "--format=csv,noheader"),
+    }
+    texts = {}
+    for name, command in commands.items():
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-            lines.append(done.stdout.strip() or done.stderr.strip()[-200:])
-        except (OSError, subprocess.SubprocessError) as error:
-            lines.append(f"{command[0]}: {error}")
-    return "\n".join(f"    {line}" for text in lines for line in text.splitlines())
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+            texts[name] = done.stdout.strip() if done.returncode == 0 else ""
+        except (OSError, subprocess.SubprocessError):
+            texts[name] = ""
+    return texts
 
 
-def render_page(outcomes: Sequence[Outcome], here: str, skipped: Sequence[Part] = ()) -> str:
-    """Return the page: a table of the parts, then what each of them said."""
-    lines = [
-        "# On a GPU", "", "Written by `benchmarks/gpu.sh`; every line is of that one run.", "", here, "",
-        "| part | what | outcome | seconds |", "|---|---|---|--:|",
-    ]  # fmt: skip
-    for outcome in outcomes:
-        lines.append(
-            f"| {outcome.part.name} | {outcome.part.description} | {outcome_text(outcome)} "
-            f"| {outcome.seconds:.0f} |"
-        )
-    lines += [f"| {part.name} | {part.description} | not run | |" for part in skipped]
-    for outcome in outcomes:
-        output_text = "\n".join(outcome.output.strip().splitlines()[-_OUTPUT_LINES:])
-        lines += [
-            "",
-            f"## {outcome.part.name}",
-            "",
-            f"`{command_text(outcome.part)}`",
-            "",
-            "```text",
-            output_text,
-            "```",
-        ]
-        lines += _embedded_report(outcome)
-    return "\n".join(lines) + "\n"
+def write_result(outcome: Outcome, folder: Path) -> None:
+    """Write the result of a part at once, also into the folder OUT of the environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{outcome.part}.json"
+    path.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
+    if out := os.environ.get("OUT"):
+        shutil.copyfile(path, Path(out) / path.name)
+
+
+def read_results(folder: Path) -> dict[str, Outcome]:
+    """Return the results so far by part."""
+    contents: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return {content["part"]: Outcome(**content) for content in contents}
+
+
+def order_to_run(known: Sequence[Part], results: dict[str, Outcome]) -> list[Part]:
+    """Return the parts without a result, then those that failed or whose time was up."""
+    failed = [part for part in known if part.name in results and results[part.name].code != 0]
+    return [part for part in known if part.name not in results] + failed
+
+
+def record_runs(known: Sequence[Part], results: dict[str, Outcome], path: Path) -> None:
+    """Write for each part what it does, and when and where it last succeeded."""
+    earlier = {entry["part"]: entry for entry in json.loads(_read(path) or "[]")}
+    entries = []
+    for part in known:
+        outcome = results.get(part.name)
+        executed = earlier.get(part.name, {}).get("executed")
+        if outcome is not None and outcome.code == 0:
+            executed = {"gpu": outcome.gpu, "commit": outcome.commit, "finished": outcome.finished}
+        entries.append({"part": part.name, "what": part.description, "executed": executed})
+    path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 def outcome_text(outcome: Outcome) -> str:
     """Return how a part ended, in words."""
     if outcome.code is None:
-        return "stopped: its time was up" if outcome.seconds else "not begun"
-    return "done" if outcome.code == 0 else f"**failed** (exit code {outcome.code})"
-
-
-def _embedded_report(outcome: Outcome) -> list[str]:
-    """Return the report that a run left, one level down; nothing of a run that did not end."""
-    path = None if outcome.part.report is None else ROOT / outcome.part.report
-    if path is None or outcome.code is None or not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8").strip().splitlines()
-    return ["", *(f"##{line}" if line.startswith("#") else line for line in text)]
+        return "stopped: its time was up"
+    return "done" if outcome.code == 0 else f"FAILED (exit code {outcome.code})"
 
 
 def main(arguments: Sequence[str] | None = None, known: Sequence[Part] | None = None) -> int:
     """Run the parts, or say what they are; 1 where one failed."""
-    known = parts() if known is None else known
-    parser = argparse.ArgumentParser(description="Run what needs an NVIDIA GPU; write what came out.")
-    parser.add_argument("--say", action="store_true", help="only say what would be run")
-    parser.add_argument("--only", nargs="+", choices=[p.name for p in known], metavar="PART")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "measurements" / "gpu.md")
+    parser = argparse.ArgumentParser(description="Run what needs an NVIDIA GPU; keep what came out.")
+    parser.add_argument("--only", nargs="+", metavar="PART")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="on the CPU, without limits of single parts; nothing is recorded",
+    )
+    parser.add_argument("--record", action="store_true", help="only update the list of parts in --runs-file")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--runs-file", type=Path, default=RUNS_FILE)
     options = parser.parse_args(arguments)
+    known = parts(device="cpu" if options.rehearse else "cuda") if known is None else known
     chosen = [part for part in known if options.only is None or part.name in options.only]
-    if options.say:
+    if options.record:
+        record_runs(known, {}, options.runs_file)
+        return 0
+    machine = describe_machine()
+    if not (machine["gpu"] or options.rehearse):
         print(describe_parts(chosen))
         return 0
-    until, here = time.monotonic() + 60 * options.minutes, machine_text()
-    outcomes: list[Outcome] = []
-    for index, part in enumerate(chosen):
+    folder = options.results.with_name("rehearsal") if options.rehearse else options.results
+    until, results = time.monotonic() + 60 * options.minutes, read_results(folder)
+    for part in order_to_run(chosen, results):
+        if part.missing:
+            print(f"{part.name}: left out, {part.missing} is not here", flush=True)
+            continue
+        if (left := until - time.monotonic()) < _MIN_SECONDS:
+            print(f"{part.name}: not begun, the time is up; start again to go on", flush=True)
+            break
         print(f"{part.name}: {part.description} ...", flush=True)
-        outcomes.append(run(part, until - time.monotonic()))
-        print(f"  {outcome_text(outcomes[-1])}, {outcomes[-1].seconds:.0f} s", flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(render_page(outcomes, here, chosen[index + 1 :]), encoding="utf-8")
-    print(f"written: {options.out}")
-    return int(any(outcome.code != 0 for outcome in outcomes))
+        results[part.name] = run(part, left if options.rehearse else min(left, part.seconds), machine)
+        write_result(results[part.name], folder)
+        print(f"  {outcome_text(results[part.name])}, {results[part.name].seconds:.0f} s", flush=True)
+    if not options.rehearse:
+        record_runs(known, results, options.runs_file)
+    return int(any(results[part.name].code != 0 for part in chosen if part.name in results))
 
 
 if __name__ == "__main__":

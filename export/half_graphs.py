@@ -407,8 +407,8 @@ def convert_graphs_to_half(
         model = read_graph(path)
         on_cuda = target == "ort-cuda"
         selection = select_fp32(model, graph.module, homes[graph.name], ranges.get(graph.name), on_cuda)
-        # ONNX Runtime's caches are numpy arrays, which have no bf16
-        all_caches = dtype == "bf16" and target in ("ort-cuda", "ort-tensorrt")
+        # those of ort-tensorrt are split into parts of rows as numpy arrays, which have no bf16
+        all_caches = dtype == "bf16" and target == "ort-tensorrt"
         nodes = set(selection.nodes)
         if dtype == "fp16":  # the epsilon of a norm is a float32 attribute
             nodes |= nodes_outside_fp16(model) - selection.half_norms

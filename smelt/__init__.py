@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import (
     DeviceWarning,
+    EngineWarning,
     InputError,
     MissingDependencyError,
     PlanWarning,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceWarning",
+    "EngineWarning",
     "InputError",
     "MissingDependencyError",
     "PlanWarning",

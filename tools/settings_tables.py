@@ -16,6 +16,7 @@ replaced by a link to that stage.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -198,7 +199,19 @@ def _gradual_methods() -> Iterator[tuple[str, ...]]:
         yield name, method.zeros, method.source
 
 
+def _gpu_parts() -> Iterator[tuple[str, ...]]:
+    """Yield what benchmarks/gpu.sh runs, and where it last succeeded, as that script recorded it."""
+    yield "part", "what", "last success"
+    for entry in json.loads((DOCS.parent / "benchmarks" / "gpu-runs.json").read_text(encoding="utf-8")):
+        executed = entry["executed"]
+        last_success = (
+            "never" if executed is None else "{gpu}; {finished}, commit {commit}".format(**executed)
+        )
+        yield f"`{entry['part']}`", entry["what"], last_success
+
+
 MEMBER_TABLES = {
+    "gpu-parts": _gpu_parts,
     "sparsity-methods": _sparsity_methods,
     "gradual-methods": _gradual_methods,
     "metrics": _metric_rows,

@@ -267,8 +267,9 @@ class TimingJob:
         """
         time.sleep(_SETTLE_SECONDS)
         answer = timed.worker.ask(op="round", min_ms=self.settings.min_round_ms)
+        load = MachineLoad(**answer["load"])
         return TimingRound(
-            answer["times_ms"], answer["parts"], answer["texts"], MachineLoad(**answer["load"])
+            answer["times_ms"], answer["parts"], answer["texts"], load, answer.get("graph_ms", [])
         )
 
     def summary_row(
@@ -282,10 +283,12 @@ class TimingJob:
         """Summarize one batch size."""
         unit = task_spec(self.task).rate_unit
         timings = summarize_rounds(pairs, resources, baseline, lengths)
+        generates = task_traits(self.task).generates
+        tokens_per_second = timings["throughput"] * lengths.output_tokens if generates else None
         if task_traits(self.task).architecture == "decoder":
             unit, timings["throughput"] = "tokens/s", timings["throughput"] * lengths.output_tokens
         fixed = {"batch_size": size, "threads": resources.threads, "texts": self.text_counts[size]}
-        return fixed | timings | {"unit": unit}
+        return fixed | timings | {"unit": unit, "output_tokens_per_second": tokens_per_second}
 
 
 def _stored_threads(path: Path) -> int | None:
@@ -300,7 +303,8 @@ def _stored_threads(path: Path) -> int | None:
 # 2: from text to text, one thread, disturbed rounds do not count.
 # 3: the tokenizer is opened once, with the artifact.
 # 4: the speed-up by processor time.
-LATENCY_VERSION = 4
+# 5: the time of graphs alone, other processes on the GPU, GPU memory.
+LATENCY_VERSION = 5
 
 
 @dataclass
@@ -308,13 +312,15 @@ class LatencyResults:
     """The measured latencies, by artifact name.
 
     rows: one per batch size, as report.json's `latency`. errors: why an artifact has no or too few rows.
-    peak_memory_bytes: of the artifact's process. runners: for example "onnxruntime 1.31.1". reduced: whether
-    fewer samples were used because of the time limit.
+    peak_memory_bytes: of the artifact's process. gpu_memory_bytes: held by it on the GPU after the last
+    round, where it is known. runners: for example "onnxruntime 1.31.1". reduced: whether fewer samples were
+    used because of the time limit.
     """
 
     rows: dict[str, list[LatencyRow]] = field(default_factory=dict)
     errors: dict[str, Message] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    gpu_memory_bytes: dict[str, int] = field(default_factory=dict)
     runners: dict[str, str] = field(default_factory=dict)
     reduced: bool = False
 
@@ -522,7 +528,10 @@ class _Measurement:
 
     def _record_memory(self, timed: LoadedWorker, name: str) -> None:
         try:
-            self.result.peak_memory_bytes[name] = timed.worker.ask(op="memory")["peak_bytes"]
+            answer = timed.worker.ask(op="memory")
+            self.result.peak_memory_bytes[name] = answer["peak_bytes"]
+            if answer.get("gpu_bytes") is not None:
+                self.result.gpu_memory_bytes[name] = answer["gpu_bytes"]
         except RunError as error:
             self.result.errors.setdefault(name, error.as_message())
 

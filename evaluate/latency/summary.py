@@ -25,7 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,8 @@ class MachineLoad:
 
     wall_ms, processor_ms, waited_ms: differences of `CounterSnapshot`. others: mean number of processors
     that were busy with other work; stolen: mean number that the hypervisor took. pressure: the share of the
-    time in which some task of the machine waited for a processor.
+    time in which some task of the machine waited for a processor. gpu_others: the share of the GPU's time, 0
+    to 1, that other processes used; None on the CPU and where it is unknown.
     """
 
     wall_ms: float
@@ -68,6 +69,7 @@ class MachineLoad:
     others: float
     stolen: float
     pressure: float | None
+    gpu_others: float | None = None
 
     def dump(self) -> dict[str, float | None]:
         """Return a JSON-able dict."""
@@ -79,14 +81,14 @@ class MachineLoad:
         With one thread on the processor it is all the time in which the thread did not run: nothing else
         makes it wait. Several threads also wait for each other; there it is the time that they waited in the
         run queue, or, since spinning threads are never counted as waiting, the demand of all threads beyond
-        the available processors. On a GPU only the latter is used.
+        the available processors. On a GPU it is the latter, or the other processes' share of the GPU.
         """
         num_threads = min(
             resources.threads, resources.processors
         )  # more threads than processors disturb each other
         excess_load = max(0.0, self.others + self.stolen + num_threads - resources.processors) / num_threads
         if resources.device != "cpu":
-            return min(1.0, excess_load)
+            return min(1.0, max(excess_load, self.gpu_others or 0.0))
         if resources.threads == 1:
             cpu_share = self.processor_ms / self.wall_ms
             return min(1.0, max(0.0, 1 - cpu_share, self.stolen / resources.processors))
@@ -110,8 +112,10 @@ def read_counters() -> CounterSnapshot:
     )
 
 
-def load_between(before: CounterSnapshot, after: CounterSnapshot) -> MachineLoad:
-    """Return the load between two snapshots of one process."""
+def load_between(
+    before: CounterSnapshot, after: CounterSnapshot, gpu_others: float | None = None
+) -> MachineLoad:
+    """Return the load between two snapshots of one process; gpu_others: see `MachineLoad`."""
     wall, processor = after.wall - before.wall, after.processor - before.processor
     waited_ms = None
     if before.waited is not None and after.waited is not None:
@@ -126,6 +130,7 @@ def load_between(before: CounterSnapshot, after: CounterSnapshot) -> MachineLoad
         others=max(0.0, (after.busy - before.busy - processor) / wall),
         stolen=max(0.0, (after.stolen - before.stolen) / wall),
         pressure=pressure,
+        gpu_others=gpu_others,
     )
 
 
@@ -178,13 +183,15 @@ class TimingRound:
     """Whole passes of one process over its samples.
 
     times_ms: of every call. parts: the parts of each call's time, see `smelt.evaluate.latency.worker`. texts:
-    number of samples of all calls together. load: of the machine during the round.
+    number of samples of all calls together. load: of the machine during the round. graph_ms: the time of each
+    call's graphs alone; empty where the runtime does not measure it.
     """
 
     times_ms: list[float]
     parts: list[list[float]]
     texts: int
     load: MachineLoad
+    graph_ms: list[float] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
@@ -266,8 +273,9 @@ def judge_rounds(
     )
     if len(calm) < MIN_ROUNDS:
         num_disturbed = sum(share > MAX_ROUND_LOST_SHARE for share in lost_shares)
+        used = "the CPU" if resources.device == baseline.device == "cpu" else "the CPU or the GPU"
         reason = (
-            f"other processes used the CPU in {num_disturbed} of {len(pairs)} rounds, up to "
+            f"other processes used {used} in {num_disturbed} of {len(pairs)} rounds, up to "
             f"{100 * max(lost_shares):.0f} % of"
             " the time"
         )
@@ -323,6 +331,7 @@ def summarize_rounds(
     throughput: samples per second. cpu_ms: mean processor time of a call, all threads together. speedup and
     its interval are None where there was no paired baseline; cpu_speedup is the same for processor time, also
     on a GPU, whose work is not part of it. baseline_p50_ms: the baseline's median call in the same rounds.
+    graph_ms: the median over calls of the time in graphs alone.
     """
     verdict = judge_rounds(pairs, resources, baseline)
     counted_pairs = [pairs[round_index] for round_index in verdict.counted_rounds]
@@ -330,6 +339,7 @@ def summarize_rounds(
     calls = np.concatenate([np.asarray(r.times_ms) for r in rounds])
     p50, p90, p99 = (float(p) for p in np.percentile(calls, [50, 90, 99]))
     baseline_rounds = [pair.baseline for pair in counted_pairs if pair.baseline is not None]
+    graph_times = [ms for r in rounds for ms in r.graph_ms]
     ratio, interval = _mean_ratio(pair.speedup for pair in counted_pairs)
     on_cpu = resources.device == baseline.device == "cpu"
     cpu_ratio, cpu_interval = _mean_ratio(pair.cpu_speedup if on_cpu else None for pair in counted_pairs)
@@ -339,6 +349,7 @@ def summarize_rounds(
         "p50_ms": p50,
         "p90_ms": p90,
         "p99_ms": p99,
+        "graph_ms": statistics.median(graph_times) if len(graph_times) == len(calls) else None,
         "cpu_ms": sum(r.load.processor_ms for r in rounds) / len(calls),
         "throughput": 1000 * sum(r.texts for r in rounds) / float(calls.sum()),
         "speedup": ratio,
@@ -372,6 +383,7 @@ def _round_details(
     """Return the report's entry of a pair of rounds; the load by other work is the larger of the two."""
     loads = [pair.own.load] + ([pair.baseline.load] if pair.baseline else [])
     pressures = [load.pressure for load in loads if load.pressure is not None]
+    gpu_shares = [load.gpu_others for load in loads if load.gpu_others is not None]
     return {
         "counted": counted,
         "speedup": pair.speedup,
@@ -383,6 +395,7 @@ def _round_details(
         "other_processors": max(load.others for load in loads),
         "cpu_steal": max(load.stolen for load in loads),
         "pressure": max(pressures, default=None),
+        "other_gpu_share": max(gpu_shares, default=None),
     }
 
 

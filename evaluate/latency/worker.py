@@ -9,8 +9,8 @@ disturb other measurements; when the pipe closes (the parent ended, for any reas
     cut: texts, prompt_tokens, new_tokens             -> texts, new_tokens
     prepare: batch_size, texts, pairs, generation, limit_ms
                                                       -> call_ms, input_tokens, output_tokens, whole
-    round: min_ms                                     -> times_ms, parts, texts, load
-    memory                                            -> peak_bytes
+    round: min_ms                                     -> times_ms, graph_ms, parts, texts, load
+    memory                                            -> peak_bytes, gpu_bytes
 
 An answer `{"error": "...", "code": "..."}` reports that a request failed. `TimedRunner` measures the parts of
 a call, from input texts to output texts.
@@ -30,14 +30,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
+import psutil
 
 from smelt.core.errors import InputError
 from smelt.core.system import peak_memory_bytes
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
+from smelt.evaluate.latency.gpu_monitor import GpuMonitor, open_gpu_monitor
 from smelt.evaluate.latency.summary import load_between, read_counters
-from smelt.generation.backend import Batch, Logits, Tokens
+from smelt.generation.backend import Batch, Logits, Tokens, TopLogits
 from smelt.generation.config import GenerationSettings, resolve_generation
+from smelt.runtimes.graph_timer import time_graphs
 from smelt.runtimes.images import ImageBatch
 from smelt.tasks.registry import task_spec
 
@@ -66,6 +69,7 @@ class TimingWorker:
         self._groups: list[list[Example]] = []
         self._arrays: Any = None  # of samples that are not texts
         self._array_inputs: dict[int, Any] = {}  # the graph's inputs for a group of them
+        self._gpu: GpuMonitor | None = None
         self._graph_calls: list[Any] = []  # by group, the inputs of a graph with the generation loop
 
     def handle_request(self, request: dict[str, Any]) -> WorkerAnswer:
@@ -111,6 +115,7 @@ class TimingWorker:
             # stored with the batch axis first; an array that is the same in every call has none
             axes = {name: axis and 0 for name, axis in self._timed_runner.signature.input_batch_axes.items()}
             self._arrays = read_samples(Path(request["arrays"]), axes=axes)
+        self._gpu = open_gpu_monitor(runner.device)
         form = " (torch.compile)" if self._compiled else ""
         return {"runner": f"{runner.name} {runner.version}{form}", "device": runner.device}
 
@@ -200,16 +205,19 @@ class TimingWorker:
                 self._groups[-1]
             )  # after the wait caches are cold and cores slow; the shortest is the cheapest
             times: list[float] = []
+            graph_times: list[float | None] = []
             parts: list[list[float]] = []
             passes = 0
             first_token_times = self._first_token_times()
-            counters_before = read_counters()
+            counters_before, started = read_counters(), time.time()
             begin = clock()
             while clock() - begin < request["min_ms"] * 1e6:
                 for group, first in zip(self._groups, first_token_times, strict=True):
-                    call_start = timed_runner.start_call()
-                    run(group)
-                    end = clock()
+                    with time_graphs() as graph_timer:
+                        call_start = timed_runner.start_call()
+                        run(group)
+                        end = clock()
+                    graph_times.append(graph_timer.total_ms())
                     times.append((end - call_start) / 1e6)
                     if (call_parts := timed_runner.call_parts(call_start, end)) is not None:
                         parts.append(call_parts if first is None else add_first_token_time(call_parts, first))
@@ -220,10 +228,19 @@ class TimingWorker:
                 gc.enable()
         return {
             "times_ms": times,
+            "graph_ms": [] if None in graph_times else graph_times,
             "parts": parts,
             "texts": passes * sum(map(len, self._groups)),
-            "load": load_between(counters_before, counters_after).dump(),
+            "load": load_between(counters_before, counters_after, self._others_on_gpu(started)).dump(),
         }
+
+    def _others_on_gpu(self, since: float) -> float | None:
+        """Return the share of the GPU that processes outside of the measurement used since then."""
+        if self._gpu is None:
+            return None
+        parent = psutil.Process().parent()
+        measuring = [] if parent is None else [parent.pid, *(each.pid for each in parent.children())]
+        return self._gpu.other_share(since, {os.getpid(), *measuring})
 
     def _first_token_times(self) -> list[float | None]:
         """Return for each group the time of its first token, ms; None where the loop is not in the graph.
@@ -247,7 +264,8 @@ class TimingWorker:
         ]
 
     def _peak_memory(self, request: dict[str, Any]) -> WorkerAnswer:
-        return {"peak_bytes": peak_memory_bytes()}
+        gpu_bytes = None if self._gpu is None else self._gpu.memory_bytes()
+        return {"peak_bytes": peak_memory_bytes(), "gpu_bytes": gpu_bytes}
 
 
 def add_first_token_time(parts: list[float], first: float) -> list[float]:
@@ -326,11 +344,20 @@ class TimedRunner:
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Call the runner's `decode_step`."""
         logits: Logits = self._runner.decode_step(state, tokens)
+        self._record_step()
+        return logits
+
+    def decode_top(self, state: Any, tokens: Tokens, count: int) -> TopLogits:
+        """Call the runner's `decode_top`."""
+        top: TopLogits = self._runner.decode_top(state, tokens, count)
+        self._record_step()
+        return top
+
+    def _record_step(self) -> None:
         self._last = _clock_ns()
         if not self._steps:
             self._first = self._last
         self._steps += 1
-        return logits
 
     def generate_sequences(self, graph: str, batch: Batch, feeds: dict[str, Any]) -> Tokens:
         """Call the runner's `generate_sequences`."""

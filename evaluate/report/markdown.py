@@ -247,7 +247,7 @@ def _latency_section(report: ReportData) -> Markdown:
 def _timings_table(report: ReportData) -> list[Markdown]:
     """Return the table of the parts of the median call; empty where no runner measures them."""
     timings = [
-        (row, entry.batch_size, view.timing_parts(report, entry.parts))
+        (row, entry.batch_size, [*view.timing_parts(report, entry.parts), ("graphs alone", entry.graph_ms)])
         for row in view.tree_rows(report)
         for entry in row.step.latency
         if entry.parts

@@ -82,6 +82,7 @@ class StepReport(ReportModel):
     float_dtype: str | None = None
     seconds: float | None = Field(default=None, ge=0)
     peak_memory_bytes: int | None = Field(default=None, ge=0)
+    gpu_memory_bytes: int | None = Field(default=None, ge=0)
     warnings: _Messages = Field(default_factory=list)
     quality: Annotated[dict[str, Quality], _EmptyDict] = Field(default_factory=dict)
     latency: Annotated[list[LatencyReport], _EmptyList] = Field(default_factory=list)
@@ -287,7 +288,6 @@ def _schema_error(detail: ErrorDetails) -> Message:
     """Return a deviation from the schema: pydantic's finding, or one of our own checks."""
     refused = detail.get("ctx", {}).get("error")
     code = refused.code if isinstance(refused, SettingError) else detail["type"].replace("_", "-")
-    input_text = repr(detail["input"])
-    input_text = input_text if len(input_text) <= 80 else f"{input_text[:77]}..."
+    input_text = text if len(text := repr(detail["input"])) <= 80 else f"{text[:77]}..."
     location = ".".join(map(str, detail["loc"]))
     return error_message(code, f"{detail['msg']}; got {input_text}", setting=location or None)

@@ -122,6 +122,7 @@ class RoundReport(ReportModel):
     other_processors: float
     cpu_steal: float
     pressure: float | None
+    other_gpu_share: float | None = None
 
 
 class LatencyReport(ReportModel):
@@ -129,7 +130,7 @@ class LatencyReport(ReportModel):
 
     stable: whether a speed may be claimed; where it is False, `cause` and `reason` (text) are why not.
     cpu_speedup: by processor time; it is known also where other work disturbs the wall clock.
-    baseline_p50_ms: the baseline's median call in the same rounds.
+    baseline_p50_ms: the baseline's median call in the same rounds. graph_ms: the median time of a call's graphs alone.
     """
 
     batch_size: int = Field(ge=1)
@@ -140,9 +141,11 @@ class LatencyReport(ReportModel):
     p50_ms: float = Field(ge=0)
     p90_ms: float | None = None
     p99_ms: float | None = None
+    graph_ms: float | None = None
     cpu_ms: float | None = None
     throughput: float | None = None
     unit: str | None = None
+    output_tokens_per_second: float | None = None
     speedup: float | None = None
     speedup_ci95: tuple[float, float] | None = None
     cpu_speedup: float | None = None

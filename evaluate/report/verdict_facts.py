@@ -84,6 +84,11 @@ def _size_facts(step: StepReport, base: StepReport) -> list[Fact]:
     if step.peak_memory_bytes and base.peak_memory_bytes:
         value = view.size_text(base.peak_memory_bytes, step.peak_memory_bytes)
         facts.append(Fact("memory", value, "peak of the process while timed"))
+    if step.gpu_memory_bytes:
+        value = view.size_text(step.gpu_memory_bytes)
+        if base.gpu_memory_bytes:
+            value = view.size_text(base.gpu_memory_bytes, step.gpu_memory_bytes)
+        facts.append(Fact("GPU memory", value, "held by the process after it was timed"))
     return facts
 
 

@@ -346,6 +346,7 @@ _COPIED_DETAILS = (
     "producer",
     "parameters",
     "scheme",
+    "codes",
     "tokenizer",
     "license",
 )

@@ -216,12 +216,12 @@ def run_as_deployed(runner: Any, batch: Batch | FeedBatch, by_text: bool = False
         logits = without_padded_tokens(called.forward(batch), batch).copy()
         return TorchReference(batch, logits, by_text=by_text)
     if is_causal(runner.config):
-        return _greedy_reference(runner, batch, batch.input_ids[:, -1], None)
+        return greedy_reference(runner, batch, batch.input_ids[:, -1], None)
     start = runner.backend.model.generation_config.decoder_start_token_id
     start = runner.config["decoder_start_token_id"] if start is None else start
     hidden = _encoder_states(runner.backend.model, batch, by_text)
     first_tokens = np.full(batch.input_ids.shape[0], start, dtype=np.int64)
-    return replace(_greedy_reference(called, batch, first_tokens, hidden), by_text=by_text)
+    return replace(greedy_reference(called, batch, first_tokens, hidden), by_text=by_text)
 
 
 @torch.inference_mode()
@@ -234,10 +234,13 @@ def _encoder_states(model: Any, batch: Batch, by_text: bool) -> FloatArray:
     return states
 
 
-def _greedy_reference(runner: Any, batch: Batch, start: Tokens, hidden: FloatArray | None) -> TorchReference:
+def greedy_reference(
+    runner: Any, batch: Batch, start: Tokens, hidden: FloatArray | None, steps: int = PARITY_STEPS
+) -> TorchReference:
+    """Decode `batch` greedily for some steps from the tokens `start`, int64 [B]."""
     state = runner.encode(batch)
     tokens, logits = [np.ascontiguousarray(start)], []
-    for _ in range(PARITY_STEPS):
+    for _ in range(steps):
         logits.append(runner.decode_step(state, tokens[-1]).copy())
         tokens.append(logits[-1].argmax(axis=-1))
     return TorchReference(batch, np.stack(logits), np.stack(tokens[:-1]), hidden)

@@ -59,7 +59,8 @@ class TensorrtStage(Stage[TensorrtSettings]):
     data: batch 1 to `max_batch_size`, lengths 1 to the 99th percentile, fastest
     at the median. An engine runs on the kind of GPU that built it, unless
     `hardware_compatibility` is set. `NAME.plan.json` next to each engine records
-    how it was built.
+    how it was built. Where the engines can run, their outputs are compared with
+    those of the ONNX graphs.
 
         - tensorrt: {optimization_level: 4, max_batch_size: 16}
         - tensorrt:
@@ -74,7 +75,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
     produces: ClassVar[Format] = "tensorrt"
     needs: ClassVar[frozenset[Need]] = frozenset({"tensorrt"})
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
     tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
 
@@ -90,6 +91,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
             InputError: the ONNX file was exported for another target, or no lengths are known.
             MissingDependencyError: TensorRT is not installed.
             RunError: the preflight found an error, or TensorRT rejected the graph (with node and hint).
+            ParityError: an engine's outputs differ from its graph's.
         """
         target, is_imported = (src.manifest.details.get(detail_key) for detail_key in ("target", "foreign"))
         if target != "tensorrt" and not is_imported:
@@ -127,6 +129,10 @@ class TensorrtStage(Stage[TensorrtSettings]):
             if options.weights == "stripped":
                 copy_graph(path, ctx.out)
         _copy_other_files(src.path, ctx.out)
+        from smelt.export.tensorrt.engine_parity import check_engines
+
+        if parity := check_engines(src, ctx.out, settings.tf32, ctx):
+            ctx.details["parity"] = parity
         copied_details = ("parameters", "dtype", "scheme", "foreign")
         ctx.details.update({k: src.manifest.details[k] for k in copied_details if k in src.manifest.details})
         ctx.details.update(
@@ -238,10 +244,11 @@ def copy_graph(path: Path, out: Path) -> None:
 
 
 def _copy_other_files(src: Path, out: Path) -> None:
-    """Copy config, generation config and tokenizer: all files that are not a graph or its weights."""
+    """Copy configs, signature and tokenizer: all files that are not a graph or its weights."""
+    from smelt.export.parity.references import RUNNER_FILES
     from smelt.models.checkpoint import copy_tokenizer
 
-    for name in ("config.json", "generation_config.json"):
+    for name in RUNNER_FILES:
         if (src / name).is_file():
             shutil.copyfile(src / name, out / name)
     copy_tokenizer(src, out)

@@ -134,6 +134,7 @@ def time_artifacts(
                 "device": devices[name],
                 "size_bytes": artifact.size_bytes,
                 "peak_memory_bytes": result.peak_memory_bytes.get(name),
+                "gpu_memory_bytes": result.gpu_memory_bytes.get(name),
                 "error": errors.get(name),
                 "latency": result.rows.get(name, []),
             }
@@ -217,6 +218,7 @@ def timing_table(result: Mapping[str, Any]) -> str:
         f" compared with '{result['baseline']}' [95 % interval]. {count} {spec.sample_noun}"
         f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {devices_text}, {cpu}."
     ]
+    notes += _device_notes(artifacts, sizes[0])
     notes += [f"{name}: {a['error']['message']}" for name, a in artifacts.items() if a["error"]]
     unstable_rows: dict[str, list[str]] = {}
     for name, a in artifacts.items():
@@ -233,6 +235,27 @@ def timing_table(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [*lines, "", *(wrapped_line for note in notes for wrapped_line in textwrap.wrap(note, _WIDTH))]
     )
+
+
+def _device_notes(artifacts: Mapping[str, Any], size: int) -> list[str]:
+    """Return the times of the graphs alone at batch `size`, and the memory on GPUs, where they are known."""
+    graph_times = {
+        name: _number_text(row["graph_ms"])
+        for name, artifact in artifacts.items()
+        for row in artifact["latency"]
+        if row["batch_size"] == size and row["graph_ms"] is not None
+    }
+    gpu_memory = {
+        name: _number_text(artifact["gpu_memory_bytes"] / 1e6)
+        for name, artifact in artifacts.items()
+        if artifact["gpu_memory_bytes"] is not None
+    }
+    labels = {f"Graphs alone, ms of a call at batch {size}": graph_times, "GPU memory, MB": gpu_memory}
+    return [
+        f"{label}: {', '.join(f'{name} {value}' for name, value in values.items())}."
+        for label, values in labels.items()
+        if values
+    ]
 
 
 def _table_line(name: str, size: int, row: Mapping[str, Any] | None, baseline: bool) -> str:

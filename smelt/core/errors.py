@@ -158,6 +158,10 @@ class DeviceWarning(UserWarning):
     """A model runs on another device than intended; the message has the reason."""
 
 
+class EngineWarning(UserWarning):
+    """TensorRT warned about an engine that it opened, or the engine was built on another model of GPU."""
+
+
 class TruncationWarning(UserWarning):
     """`count` texts were longer than the model's `limit` of tokens and were truncated."""
 

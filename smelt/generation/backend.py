@@ -27,6 +27,29 @@ Logits = NDArray[np.float32]
 ENCODER_OUTPUTS = ("logits", "sentence_embedding")
 
 
+@dataclass(frozen=True)
+class TopLogits:
+    """The K highest logits of each row, the highest first; equal ones are in the order of their tokens.
+
+    values: float32 [R, K]. tokens: int64 [R, K]. log_probs: float32 [R, K], log softmax over all tokens.
+    """
+
+    values: Logits
+    tokens: Tokens
+    log_probs: Logits
+
+
+def top_logits(logits: Any, count: int) -> TopLogits:
+    """Return the `count` highest of `logits`, a torch tensor [R, V] that stays on its device.
+
+    Equal logits are in any order, as torch's `topk` returns them.
+    """
+    scores = logits.float()
+    values, tokens = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    log_probs = scores.log_softmax(dim=-1).gather(-1, tokens)
+    return TopLogits(values.cpu().numpy(), tokens.cpu().numpy(), log_probs.cpu().numpy())
+
+
 class FeedBatch:
     """A batch without tokens."""
 
@@ -118,7 +141,7 @@ class Backend(Protocol):
     cpu or cuda. max_tokens_per_call: tokens of a text that one call takes. max_total_tokens: tokens that a
     text may have where its caches grow with every call. Both are None where the runtime sets no limit.
     prefers_stepwise: whether a long prompt is continued faster by single steps than by a graph with the
-    generation loop.
+    generation loop. reduces_logits: whether `step_top` exists and copies less from a GPU than `step`.
     """
 
     name: str
@@ -126,6 +149,10 @@ class Backend(Protocol):
     max_tokens_per_call: int | None
     max_total_tokens: int | None
     prefers_stepwise: bool
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether the logits of a step can stay on the device."""
 
     @property
     def generation_graphs(self) -> frozenset[str]:
@@ -178,6 +205,9 @@ class Backend(Protocol):
             InputError: the graph cannot take several tokens for these rows.
             RunError: longer than the engines' size limit, or the device failed.
         """
+
+    def step_top(self, held: Any, feeds: Feeds, count: int) -> TopLogits:
+        """Run `main` as `step` does with last = 1; return the `count` highest logits of the last token."""
 
     def reorder_cache(self, held: Any, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i] (int64 [R]).

@@ -31,6 +31,7 @@ from smelt.generation.backend import (
     Logits,
     ModelGraphs,
     Tokens,
+    TopLogits,
 )
 from smelt.generation.config import Shortlist, read_shortlist, vocabulary_sizes
 from smelt.generation.runner import ModelFiles, Runner, TokenGenerator
@@ -176,6 +177,14 @@ class DecoderOnlyRunner(Runner):
         ids = tokens[:, None]
         return self._step(state, ids, np.ones_like(ids), 1)[:, -1]
 
+    def decode_top(self, state: DecoderOnlyState, tokens: Tokens, count: int) -> TopLogits:
+        """Run one token per row (int64 [R]), update `state` in place, return the highest logits."""
+        ids = tokens[:, None]
+        full_mask, feeds = _continued_feeds(state, ids, np.ones_like(ids))
+        top = self.backend.step_top(state.backend_state, feeds, count)
+        state.mask = full_mask
+        return top
+
     def start(self, rows: int) -> DecoderOnlyState:
         """Return the state of `rows` empty rows."""
         return DecoderOnlyState(self.backend.start(rows), np.zeros((rows, 0), dtype=np.int64))
@@ -210,12 +219,7 @@ class DecoderOnlyRunner(Runner):
         return parts
 
     def _step(self, state: DecoderOnlyState, ids: Tokens, mask: Tokens, last: int) -> Logits:
-        full_mask = np.concatenate([state.mask, mask], axis=1)
-        feeds = {
-            "input_ids": ids,
-            "attention_mask": full_mask,
-            "position_ids": position_ids(full_mask)[:, -ids.shape[1] :],
-        }
+        full_mask, feeds = _continued_feeds(state, ids, mask)
         logits = self.backend.step(state.backend_state, feeds, last)
         state.mask = full_mask
         return logits
@@ -228,6 +232,13 @@ class DecoderOnlyRunner(Runner):
             )  # rows of one text share nothing
             state.mask = state.mask[rows]
         return state
+
+
+def _continued_feeds(state: DecoderOnlyState, ids: Tokens, mask: Tokens) -> tuple[Tokens, Feeds]:
+    """Return the mask of all tokens so far and of `ids` [R, S], and the inputs of the graph for `ids`."""
+    full_mask = np.concatenate([state.mask, mask], axis=1)
+    positions = position_ids(full_mask)[:, -ids.shape[1] :]
+    return full_mask, {"input_ids": ids, "attention_mask": full_mask, "position_ids": positions}
 
 
 def prefill(runner: Runner, batch: Batch, tokens: Tokens, single_prefill: bool) -> tuple[Any, Logits]:
@@ -309,6 +320,15 @@ class EncoderDecoderRunner(Runner):
         if state.excluded_tokens is not None:
             logits[state.excluded_tokens[state.batch_rows]] = -np.inf
         return logits
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether `decode_top` can be used: a shortlist needs all logits."""
+        return self.shortlist is None and self.backend.reduces_logits
+
+    def decode_top(self, state: EncoderDecoderState, tokens: Tokens, count: int) -> TopLogits:
+        """Run one token per row (int64 [R]), update `state` in place, return the highest logits."""
+        return self.backend.step_top(state.backend_state, {"input_ids": tokens.reshape(-1, 1)}, count)
 
     def reorder_cache(self, state: EncoderDecoderState, rows: Tokens) -> EncoderDecoderState:
         """Return the state whose row i is row rows[i] of `state`; tensors shared by beams are not copied."""

@@ -74,6 +74,21 @@ class LogitsProcessors:
         """Return which rules of `apply_length_processors` are active at a length."""
         return tuple(not isinstance(rule, _AtLength) or rule.condition(length) for rule in self._of_places)
 
+    def bans_at_length(self, length: int) -> tuple[int, ...] | None:
+        """Return the tokens that are banned at a length; None if a rule changes other scores there.
+
+        If only these are banned, the n best tokens are among the n + len(bans) highest logits.
+        """
+        banned: list[int] = []
+        for rule in (*self._of_words, *self._of_places):
+            active = rule.rule if isinstance(rule, _AtLength) else rule
+            if isinstance(rule, _AtLength) and not rule.condition(length):
+                continue
+            if not isinstance(active, _BanTokens):
+                return None
+            banned += active.tokens
+        return tuple(dict.fromkeys(banned))
+
     def _history_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rules that depend on the previous tokens."""
         decoding = self.decoding
@@ -92,14 +107,14 @@ class LogitsProcessors:
         # as transformers does: a single end-of-sequence token cannot be a bad word
         single = [w[0] for w in decoding.bad_words_ids if len(w) == 1 and w[0] not in decoding.eos]
         if single:
-            yield _ban_tokens(single)
+            yield _BanTokens(tuple(single))
 
     def _length_processors(self) -> Iterator[LogitsProcessor]:
         """Yield the rules of the first and the last token, and of texts that are too short."""
         decoding, first, last = self.decoding, self.decoding.forced_bos_token_id, self.longest - 1
         shortest = decoding.min_total_length(self.prompt_length)
         if shortest > 0 and decoding.eos:
-            yield _AtLength(lambda length: length < shortest, _ban_tokens(decoding.eos))
+            yield _AtLength(lambda length: length < shortest, _BanTokens(tuple(decoding.eos)))
         if first is not None:
             yield _AtLength(lambda length: length == 1, _force_tokens([first]))
         if decoding.forced_eos_token_id:
@@ -111,11 +126,11 @@ class LogitsProcessors:
         if decoding.remove_invalid_values:
             yield lambda scores, texts: np.copyto(scores, np.nan_to_num(scores))
         if decoding.suppress_tokens:
-            yield _ban_tokens(decoding.suppress_tokens)
+            yield _BanTokens(tuple(decoding.suppress_tokens))
         if decoding.begin_suppress_tokens:
             late = self.prompt_length == 1 and decoding.forced_bos_token_id is not None
             begin = self.prompt_length + 1 if late else self.prompt_length
-            yield _AtLength(lambda length: length == begin, _ban_tokens(decoding.begin_suppress_tokens))
+            yield _AtLength(lambda length: length == begin, _BanTokens(tuple(decoding.begin_suppress_tokens)))
 
     def is_eos(self, tokens: Tokens) -> BoolArray:
         """Return which of `tokens` end a text."""
@@ -169,14 +184,15 @@ def ban_sequence(scores: Logits, texts: Tokens, sequence: list[int]) -> None:
         scores[matches, sequence[-1]] = -np.inf
 
 
-def _ban_tokens(tokens: list[int]) -> LogitsProcessor:
+@dataclass(frozen=True)
+class _BanTokens:
     """Forbid some tokens; a single one uses a slice, which numpy writes many times as fast."""
-    selected = slice(tokens[0], tokens[0] + 1) if len(tokens) == 1 else tokens
 
-    def rule(scores: Logits, texts: Tokens) -> None:
-        scores[:, selected] = -np.inf
+    tokens: tuple[int, ...]
 
-    return rule
+    def __call__(self, scores: Logits, texts: Tokens) -> None:
+        first = self.tokens[0]
+        scores[:, slice(first, first + 1) if len(self.tokens) == 1 else list(self.tokens)] = -np.inf
 
 
 def _force_tokens(tokens: list[int]) -> LogitsProcessor:

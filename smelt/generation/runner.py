@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
-from smelt.generation.backend import Backend, Batch, Feeds, Logits, Tokens
+from smelt.generation.backend import Backend, Batch, Feeds, Logits, Tokens, TopLogits
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.models.text_rules import NO_LIMIT, lower_position_limit, max_input_length
 from smelt.models.tokenizer import TextTokenizer, open_tokenizer
@@ -185,6 +185,18 @@ class Runner(Protocol):
 
     def decode_step(self, state: Any, tokens: Tokens) -> Logits:
         """Run one token per row (int64 [R]), update `state` in place, return float32 [R, V]."""
+        raise self._not_generating()
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether `decode_top` copies less from a GPU than `decode_step`."""
+        return self.backend.reduces_logits
+
+    def decode_top(self, state: Any, tokens: Tokens, count: int) -> TopLogits:
+        """Run one token per row as `decode_step` does; return the `count` highest logits of each row.
+
+        Only where `reduces_logits` is true.
+        """
         raise self._not_generating()
 
     def generate_sequences(self, graph: str, batch: Batch, feeds: Feeds) -> Tokens:

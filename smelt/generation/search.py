@@ -19,18 +19,19 @@ Shapes: B = sentences, N = beams, K = candidates per step, T = tokens so far, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch, Logits, Tokens
+from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH, Batch, Logits, Tokens, TopLogits
 from smelt.generation.config import GenerationConfig, GenerationSettings, resolve_generation
 from smelt.generation.generating_runners import prefill
 from smelt.generation.logits_processors import BoolArray, LogitsProcessors, filter_logits, sample_tokens
 from smelt.generation.runner import Runner
+from smelt.generation.token_choice import TokenChoice, reducible_bans
 
 _EXCLUDED_SCORE = np.float32(-1e9)
 _GROUP = 64
@@ -103,9 +104,17 @@ def beam_search_n_best(
     # all beams are equal at first: the runner computes them once
     logits = np.repeat(first, beams, axis=0)
     for length in range(start, rules.longest):
+        candidates = None
         if length > start:
-            logits = runner.decode_step(state, running.texts[:, :, length - 1].reshape(-1))
-        candidates = _top_candidates(logits, running, rules, length)
+            tokens = running.texts[:, :, length - 1].reshape(-1)
+            bans = reducible_bans(runner, rules, length)
+            if bans is None or rules.decoding.renormalize_logits:
+                logits = runner.decode_step(state, tokens)
+            else:
+                top = runner.decode_top(state, tokens, _num_candidates(rules) + len(bans))
+                candidates = _candidates_of_top(top, running, rules, bans, length)
+        if candidates is None:
+            candidates = _top_candidates(logits, running, rules, length)
         beam_indices = _advance_beams(running, candidates, length)
         _update_finished(finished, candidates, improvable, rules, length)
         improvable &= _could_improve(running, finished, rules, length + 1)
@@ -141,6 +150,26 @@ def _init_beams(rules: LogitsProcessors) -> tuple[_RunningBeams, _FinishedBeams]
     )
 
 
+def _num_candidates(rules: LogitsProcessors) -> int:
+    """Return the number of continuations of a sentence: enough that all beams remain if all others end."""
+    return max(2, 1 + len(rules.eos)) * rules.decoding.num_beams
+
+
+def _candidates_of_top(
+    top: TopLogits, running: _RunningBeams, rules: LogitsProcessors, bans: tuple[int, ...], length: int
+) -> _Candidates:
+    """Return the K best continuations, as `_top_candidates` does, of the highest logits of each row."""
+    sentences, beams = running.scores.shape
+    scores = top.log_probs + running.scores.reshape(-1, 1)
+    scores[np.isin(top.tokens, bans)] = -np.inf
+    width = scores.shape[1]
+    totals = scores.reshape(sentences, beams * width)
+    all_tokens = top.tokens.reshape(sentences, beams * width)
+    indices = _top_k(totals, _num_candidates(rules))
+    tokens = np.take_along_axis(all_tokens, indices, axis=1)
+    return _make_candidates(totals, indices, indices // width, tokens, running, rules, length)
+
+
 def _top_candidates(
     logits: Logits, running: _RunningBeams, rules: LogitsProcessors, length: int
 ) -> _Candidates:
@@ -153,8 +182,25 @@ def _top_candidates(
     vocabulary = logits.shape[1]
     logits += running.scores.reshape(-1, 1)
     totals = logits.reshape(sentences, beams * vocabulary)
-    indices = _top_k(totals, max(2, 1 + len(rules.eos)) * beams)
+    indices = _top_k(totals, _num_candidates(rules))
     came_from, tokens = indices // vocabulary, indices % vocabulary
+    return _make_candidates(totals, indices, came_from, tokens, running, rules, length)
+
+
+def _make_candidates(
+    totals: Logits,
+    indices: Tokens,
+    came_from: Tokens,
+    tokens: Tokens,
+    running: _RunningBeams,
+    rules: LogitsProcessors,
+    length: int,
+) -> _Candidates:
+    """Return the continuations of the beams `came_from` by `tokens`, both int64 [B, K].
+
+    Their scores are those of `totals` [B, n] at `indices` [B, K].
+    """
+    sentences = len(tokens)
     texts = np.empty((sentences, indices.shape[1], length + 1), dtype=np.int64)
     texts[:, :, :length] = np.take_along_axis(running.texts[:, :, :length], came_from[:, :, None], axis=1)
     texts[:, :, length] = tokens
@@ -316,7 +362,8 @@ def generate_resolved(
     if decoding.num_beams > 1:
         return beam_search(runner, batch, rules, single_prefill)
     if not decoding.do_sample:
-        return _decode_loop(runner, batch, rules, lambda scores: scores.argmax(axis=-1), True, single_prefill)
+        greedy = TokenChoice(lambda scores: scores.argmax(axis=-1), 1)
+        return _decode_loop(runner, batch, rules, greedy, True, single_prefill)
     random = np.random.default_rng([decoding.seed, batch_index])
 
     def sample(scores: Logits) -> Tokens:
@@ -324,18 +371,18 @@ def generate_resolved(
         return sample_tokens(scores, random)
 
     # each row has a number of its own in every draw, so all rows are kept until the end
-    return _decode_loop(runner, batch, rules, sample, False, single_prefill)
+    return _decode_loop(runner, batch, rules, TokenChoice(sample, decoding.top_k), False, single_prefill)
 
 
 def _decode_loop(
     runner: Runner,
     batch: Batch,
     rules: LogitsProcessors,
-    choose: Callable[[Logits], Tokens],
+    choice: TokenChoice,
     drop_finished: bool,
     single_prefill: bool,
 ) -> list[list[int]]:
-    """Run each row with the token that `choose` selects from its scores until all rows have ended.
+    """Run each row with the token that `choice` selects from its scores until all rows have ended.
 
     drop_finished: rows that have ended are removed from the batch, once they are a quarter of it: removing
     them from the caches costs about as much as one of them does in a step. single_prefill: see `prefill`.
@@ -363,10 +410,14 @@ def _decode_loop(
                 unfinished[kept_rows],
                 num_unfinished,
             )
-        if length > rules.prompt.shape[1]:
-            scores = runner.decode_step(state, tokens)
-        rules.apply(scores, texts[:, :length])
-        tokens = choose(scores)
+        is_first = length == rules.prompt.shape[1]
+        bans = None if is_first or not choice.highest else reducible_bans(runner, rules, length)
+        if bans is not None:
+            tokens = choice.next_tokens(runner, state, tokens, bans)
+        else:
+            scores = scores if is_first else runner.decode_step(state, tokens)
+            rules.apply(scores, texts[:, :length])
+            tokens = choice.choose(scores)
         if num_unfinished < num_rows:
             tokens = np.where(unfinished, tokens, rules.decoding.pad)
         texts[:, length] = tokens

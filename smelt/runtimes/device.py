@@ -176,6 +176,17 @@ def list_cuda_gpus() -> tuple[tuple[str, str], ...]:
     return tuple(gpus)
 
 
+def cuda_bus_id(ordinal: int) -> str | None:
+    """Return the PCI bus id of a device of NVIDIA's driver, such as 0000:0B:00.0; None without the device."""
+    if ordinal >= cuda_device_count():
+        return None
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    device, text = ctypes.c_int(0), ctypes.create_string_buffer(64)
+    error_code = driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    error_code = error_code or driver.cuDeviceGetPCIBusId(text, len(text), device)
+    return None if error_code else text.value.decode(errors="replace")
+
+
 @cache
 def bf16_speedup() -> float:
     """Return how many times as fast as in fp32 a linear layer trains under bf16 autocast on the CPU.

@@ -36,12 +36,14 @@ from smelt.generation.backend import (
     Logits,
     ModelGraphs,
     Tokens,
+    TopLogits,
     gather_rows,
     past_input_name,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
-from smelt.runtimes.device_gather import DeviceGather
+from smelt.runtimes.device_operators import DeviceOperators
+from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_session import (
     REEXPORT_HINT,
     full_huge_pages,
@@ -117,7 +119,12 @@ def bind_inplace_cache(
 # Size of graph files, in bytes, from which a second copy of their weights matters (every session packs its
 # own), and the kind of memory pages
 _LARGE_GRAPH_BYTES = 32 * 2**20
-_NUMPY_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+# numpy has no bfloat16; this is ONNX's number of it (TensorProto.DataType)
+_BFLOAT16 = 16
+_CACHE_DTYPES: dict[str, Any] = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8,
+    "tensor(bfloat16)": _BFLOAT16,
+}  # fmt: skip
 
 
 @dataclass
@@ -160,7 +167,7 @@ class OnnxBackend:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
         self._device_id = gpu_index() if self.device == "cuda" else 0
-        self._gather = DeviceGather(self.device, self._device_id)
+        self._operators = DeviceOperators(self.device, self._device_id)
         self._opens = opener or partial(open_onnx_session, device=self.device, tf32=tf32)
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
@@ -269,7 +276,7 @@ class OnnxBackend:
                 code="missing-cache",
             )
         self._empty = [
-            (i.shape[1], i.shape[3], _NUMPY_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
+            (i.shape[1], i.shape[3], _CACHE_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
         ]
         self._in_place = self._may_append and supports_inplace_cache(
             sessions[main.name], self._past, self._present, self._empty
@@ -291,7 +298,8 @@ class OnnxBackend:
         }
         names = [output.name for output in session.get_outputs()]
         try:
-            results = session.run(names, inputs)
+            with timed_graph():
+                results = session.run(names, inputs)
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise RunError(
                 f"{self._folder / graph}.onnx: ONNX Runtime could not run this graph: {error}",
@@ -304,8 +312,17 @@ class OnnxBackend:
         tensors = {name: self._to_ortvalue(values) for name, values in (shared or {}).items()}
         if self._graphs.encoder is not None:
             tensors |= self._run_encoder(self._graphs.encoder.name, feeds or {})
-        empty = [np.zeros((rows, heads, 0, width), dtype=kind) for heads, width, kind in self._empty_caches()]
-        return self._bind_state([self._to_ortvalue(array) for array in empty], tensors)
+        caches = [
+            self._empty_cache((rows, heads, 0, width), kind) for heads, width, kind in self._empty_caches()
+        ]
+        return self._bind_state(caches, tensors)
+
+    def _empty_cache(self, shape: tuple[int, ...], kind: Any) -> Any:
+        if kind == _BFLOAT16:
+            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                list(shape), kind, self.device, self._device_id
+            )
+        return self._to_ortvalue(np.zeros(shape, dtype=kind))
 
     def _empty_caches(self) -> list[Any]:
         self._session(self._graphs.main.name)  # so that its graphs are open
@@ -366,11 +383,29 @@ class OnnxBackend:
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         for name in self._once:
             binding.bind_output(name, self.device, self._device_id)
-        session.run_with_iobinding(binding)
+        with timed_graph():
+            session.run_with_iobinding(binding)
         return {past_input_name(name): v for name, v in zip(self._once, binding.get_outputs(), strict=True)}
 
     def step(self, held: OnnxDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return the graph's logits, [R, V] or [R, S or last, V]."""
+        # on a GPU the logits of a prompt's part that is followed by another one are not needed
+        is_needed = last > 0 or self.device == "cpu"
+        logits = self._advance(held, feeds, last, "cpu" if is_needed else self.device)
+        result: Logits = logits.numpy() if is_needed else _no_logits(logits)
+        return result
+
+    def step_top(self, held: OnnxDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the device."""
+        return self._operators.top_logits(self._advance(held, feeds, 1, self.device), count)
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether the logits are on a GPU."""
+        return self.device == "cuda"
+
+    def _advance(self, held: OnnxDecodeState, feeds: Feeds, last: int, logits_device: str) -> Any:
+        """Run a step; return its logits, an OrtValue on `logits_device`, cpu or cuda."""
         num_rows, tokens = feeds["input_ids"].shape
         if tokens > 1 and num_rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
             raise InputError(
@@ -384,42 +419,57 @@ class OnnxBackend:
         ):  # else caches are returned in the needed length
             self._grow_caches(held, feeds["attention_mask"].shape[1])
         if is_partial:
-            logits, *held.caches = self._run_partial_logits(held, feeds, num_logits)
+            logits, *held.caches = self._run_partial_logits(held, feeds, num_logits, logits_device)
         else:
-            logits, *new_caches = self._run(held.binding, feeds, num_logits)
+            logits, *new_caches = self._run(held.binding, feeds, num_logits, logits_device)
             held.caches = held.caches if self._in_place else new_caches
         if is_partial or not self._in_place:
             self._bind_caches(held)
         if self._in_place:
             held.cache_length = feeds["attention_mask"].shape[1]
-        result: Logits = logits.numpy()
-        return result
+        return logits
 
-    def _run(self, binding: Any, feeds: Feeds, wanted: int) -> Any:
+    def _run(self, binding: Any, feeds: Feeds, wanted: int, logits_device: str) -> Any:
         for name, values in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(values))
         if self._must_keep:
             binding.bind_cpu_input(NUM_LOGITS_INPUT, np.array(wanted, dtype=np.int64))
         # outputs are bound again: they grow, and the last outputs are now inputs
-        binding.bind_output("logits", "cpu")
+        binding.bind_output("logits", logits_device, self._device_id if logits_device == "cuda" else 0)
         for name in () if self._in_place else self._present:
             binding.bind_output(name, self.device, self._device_id)
-        self._session(self._graphs.main.name).run_with_iobinding(binding)
+        session = self._session(self._graphs.main.name)
+        with timed_graph():
+            session.run_with_iobinding(binding)
         return binding.get_outputs()
 
-    def _run_partial_logits(self, held: OnnxDecodeState, feeds: Feeds, wanted: int) -> list[Any]:
+    def _run_partial_logits(
+        self, held: OnnxDecodeState, feeds: Feeds, wanted: int, logits_device: str
+    ) -> list[Any]:
         """Run with the logits of some tokens: a binding does not take inputs that have a default."""
         inputs = {**feeds, NUM_LOGITS_INPUT: np.array(wanted, dtype=np.int64)}
         values = {
-            n: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(v)) for n, v in inputs.items()
+            n: onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(v, order="C")) for n, v in inputs.items()
         }
         values |= dict(zip(self._past, held.caches, strict=True)) | held.shared
         session = self._session(self._graphs.main.name)
-        logits, *caches = session.run_with_ort_values(["logits", *self._present], values)
-        device_caches = (
-            caches if self.device == "cpu" else [self._to_ortvalue(cache.numpy()) for cache in caches]
-        )
-        return [logits, *device_caches]
+        names = ["logits", *self._present]
+        if self.device == "cpu":
+            with timed_graph():
+                return list(session.run_with_ort_values(names, values))
+        # the other calls return their outputs on the CPU
+        on_device = [self._device_type(each) for each in (logits_device, *[self.device] * len(self._present))]
+        inputs_vector, outputs_vector = (onnxruntime.capi._pybind_state.OrtValueVector() for _ in range(2))
+        for value in values.values():
+            inputs_vector.push_back(value._get_c_value())
+        with timed_graph():
+            session.run_with_ortvaluevector(
+                onnxruntime.RunOptions(), list(values), inputs_vector, names, outputs_vector, on_device
+            )
+        return [onnxruntime.OrtValue(value) for value in outputs_vector]
+
+    def _device_type(self, device: str) -> Any:
+        return onnxruntime.OrtDevice.make(device, self._device_id if device == "cuda" else 0)._get_c_device()
 
     def reorder_cache(self, held: OnnxDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], and bind it; shared tensors are copied only where necessary."""
@@ -432,7 +482,7 @@ class OnnxBackend:
 
     def _reorder_value(self, value: Any, rows: Tokens) -> Any:
         if self.device == "cuda":
-            return self._gather(value, rows)
+            return self._operators.gather(value, rows)
         # on the CPU `numpy` returns a view: `gather_rows` makes the only copy
         return self._to_ortvalue(gather_rows(value.numpy(), rows))
 
@@ -505,6 +555,11 @@ def _require_graph_file(folder: Path, graph: GraphInterface) -> Path:
     if not path.is_file():
         raise InputError(f"{path}: no such graph. {REEXPORT_HINT}", code="missing-graph")
     return path
+
+
+def _no_logits(logits: Any) -> Logits:
+    rows, *_, vocabulary = logits.shape()
+    return np.empty((rows, 0, vocabulary), dtype=np.float32)
 
 
 def _gather_values(values: Sequence[Any], rows: Tokens) -> NDArray[Any]:

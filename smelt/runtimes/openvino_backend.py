@@ -37,6 +37,7 @@ from smelt.generation.backend import (
     past_input_name,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
+from smelt.runtimes.graph_timer import timed_graph
 
 OPENVINO_INSTALL = "pip install 'openvino>=2026'"
 _MISSING = (
@@ -194,6 +195,7 @@ class OpenvinoBackend(NoGenerationGraphs):
     device = "cpu"
     max_tokens_per_call = None
     max_total_tokens = None
+    reduces_logits = False
     prefers_stepwise = False
 
     def __init__(
@@ -294,7 +296,8 @@ class OpenvinoBackend(NoGenerationGraphs):
         arrays = {name: np.asarray(values, order="C") for name, values in feeds.items()}
         for name, values in arrays.items():
             request.set_tensor(name, self._wrap_tensor(values))
-        request.infer(share_outputs=True)  # else every output is copied
+        with timed_graph():
+            request.infer(share_outputs=True)  # else every output is copied
 
     def _wrap_tensor(self, array: NDArray[Any]) -> Any:
         """Return an array as a tensor in the array's own memory, which must be kept alive."""

@@ -34,7 +34,15 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, MissingDependencyError, RunError
 from smelt.core.files import json_hash, load_json, write_atomically
-from smelt.generation.backend import Feeds, GraphInterface, Logits, ModelGraphs, NoGenerationGraphs, Tokens
+from smelt.generation.backend import (
+    Feeds,
+    GraphInterface,
+    Logits,
+    ModelGraphs,
+    NoGenerationGraphs,
+    Tokens,
+    TopLogits,
+)
 from smelt.runtimes.device import gpu_index, list_cuda_gpus
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.onnx_backend import OnnxDecodeState as HeldPart
@@ -407,6 +415,37 @@ class OrtTensorrtBackend(NoGenerationGraphs):
         Raises:
             RunError: longer than the engines' size limit.
         """
+        part_logits = [
+            self._inner.step(state_part, part_feeds, last)
+            for state_part, part_feeds in self._split_step(held, feeds)
+        ]
+        return part_logits[0] if len(part_logits) == 1 else np.concatenate(part_logits)
+
+    def step_top(self, held: SplitDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the GPU.
+
+        Raises:
+            RunError: longer than the engines' size limit.
+        """
+        parts = [
+            self._inner.step_top(state_part, part_feeds, count)
+            for state_part, part_feeds in self._split_step(held, feeds)
+        ]
+        return TopLogits(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.log_probs for part in parts]),
+        )
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether the logits are on a GPU."""
+        return self._inner.reduces_logits
+
+    def _split_step(
+        self, held: SplitDecodeState, feeds: Feeds
+    ) -> list[tuple[HeldPart, dict[str, NDArray[Any]]]]:
+        """Return the parts of a batch with their inputs."""
         tokens = held.parts[0].caches[0].shape()[_PLACES] + feeds["input_ids"].shape[1]
         if self.max_total_tokens is not None and tokens > self.max_total_tokens:
             raise RunError(
@@ -415,11 +454,10 @@ class OrtTensorrtBackend(NoGenerationGraphs):
                 code="engine-limit",
             )
         slices = self._split_decoder_rows(len(feeds["input_ids"]))
-        part_logits = [
-            self._inner.step(state_part, _select_rows(feeds, row_slice), last)
+        return [
+            (state_part, _select_rows(feeds, row_slice))
             for state_part, row_slice in zip(held.parts, slices, strict=True)
         ]
-        return part_logits[0] if len(part_logits) == 1 else np.concatenate(part_logits)
 
     def reorder_cache(self, held: SplitDecodeState, rows: Tokens, shared: bool) -> None:
         """Replace row i by row rows[i], in parts of at most the engine's number of rows."""

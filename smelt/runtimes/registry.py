@@ -102,6 +102,23 @@ def find_runtime(artifact_format: str, target: str | None) -> RuntimeSpec:
     return matching[0]
 
 
+def runtime_target(details: Mapping[str, Any], requested: str) -> str | None:
+    """Return the target whose runtime runs an artifact, given its manifest's `details`.
+
+    It is the target that it was exported for. Float graphs of third parties were exported for none: they run
+    on CUDA if `requested` (auto, cpu, cuda) and the machine allow it, as the engines that are built from
+    them do. Quantized ones have integer operators, for which ONNX Runtime's CUDA provider has no kernels.
+
+    Raises:
+        MissingDependencyError: cuda is requested, and this ONNX Runtime has no provider for it.
+    """
+    target: str | None = details.get("target")
+    is_float = not ("scheme" in details or details.get("codes"))
+    if details.get("foreign") and target == "ort-cpu" and is_float:
+        return "ort-cuda" if onnx_device(requested, "ort-cuda") == "cuda" else target
+    return target
+
+
 def open_runner(
     artifact: Artifact, threads: int | None = None, device: str = "auto", workers: int = 1
 ) -> Runner:
@@ -119,7 +136,7 @@ def open_runner(
     runner = open_folder(
         artifact.path,
         artifact.format,
-        details.get("target"),
+        runtime_target(details, device),
         count,
         device,
         details.get("dtype"),

@@ -13,6 +13,7 @@ of a head, V = vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import EngineWarning, InputError, RunError
 from smelt.data.npz_arrays import NO_SAMPLE_AXES
 from smelt.generation.backend import (
     PAST_PREFIX,
@@ -34,16 +35,20 @@ from smelt.generation.backend import (
     ModelGraphs,
     NoGenerationGraphs,
     Tokens,
+    TopLogits,
     past_input_name,
+    top_logits,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
+from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (
     check_sidecar,
     current_gpu,
     import_tensorrt,
     make_logger,
+    other_model_warning,
     read_sidecar,
 )
 
@@ -103,7 +108,9 @@ class TensorrtEngine:
         self._runtime = trt.Runtime(self._logger)
         sidecar = read_sidecar(path)  # without one TensorRT itself checks
         if sidecar is not None:
-            check_sidecar(path, sidecar, trt.__name__, trt.__version__, current_gpu())
+            check_sidecar(path, sidecar, trt.__name__, trt.__version__, gpu := current_gpu())
+            if message := other_model_warning(path, sidecar, gpu):
+                warnings.warn(EngineWarning(message), stacklevel=2)
         if sidecar is not None and sidecar.version_compatible:
             self._runtime.engine_host_code_allowed = True  # such a plan contains its own runtime
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -140,6 +147,8 @@ class TensorrtEngine:
         self._bound_inputs: dict[str, tuple[int, torch.Size]] = {}
         self._select_profile(self._profiles[-1])
         stream.synchronize()
+        for text in dict.fromkeys(self._logger.warnings):
+            warnings.warn(EngineWarning(f"{path.name}: TensorRT: {text}"), stacklevel=2)
 
     def _refit_weights(self, trt: Any, graph: Path) -> None:
         """Set the engine's weights from its graph; it was built without them."""
@@ -222,7 +231,9 @@ class TensorrtEngine:
                 self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
             )
             self._bind(name, outputs[name], live_tensors)
-        if not self._context.execute_async_v3(self._stream.cuda_stream):
+        with timed_graph(self._stream):
+            is_started = self._context.execute_async_v3(self._stream.cuda_stream)
+        if not is_started:
             raise RunError(
                 f"{self._path.name}: the engine failed. TensorRT's errors: {self._logged_errors()}",
                 code="engine-failed",
@@ -319,6 +330,7 @@ class TensorrtBackend(NoGenerationGraphs):
     device = "cuda"
 
     prefers_stepwise = False
+    reduces_logits = True
 
     def __init__(
         self,
@@ -422,20 +434,31 @@ class TensorrtBackend(NoGenerationGraphs):
     @torch.inference_mode()
     def step(self, held: TensorrtDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return logits, [R, V] or [R, last, V]; the caches stay on the GPU."""
+        with torch.cuda.stream(self._stream):
+            return _to_numpy([self._advance(held, feeds, last)])
+
+    @torch.inference_mode()
+    def step_top(self, held: TensorrtDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the GPU."""
+        with torch.cuda.stream(self._stream):
+            logits = self._advance(held, feeds, 1)
+            return top_logits(logits[:, -1] if logits.dim() == 3 else logits, count)
+
+    def _advance(self, held: TensorrtDecodeState, feeds: Feeds, last: int) -> Tensor:
+        """Run a step; return its logits on the GPU; called on the engines' stream."""
         engine = self._engine(self._graphs.main.name)
         num_logits = max(1, last)  # 0 would mean all
-        with torch.cuda.stream(self._stream):
-            part_logits = []
-            for state_part in held.parts:
-                # engines built before this input existed return the logits of all tokens
-                inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
-                outputs = engine(inputs | state_part.shared | state_part.caches)
-                state_part.caches = {
-                    name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
-                }
-                logits = outputs["logits"]
-                part_logits.append(logits[:, -num_logits:] if logits.dim() == 3 else logits)
-            return _to_numpy(part_logits)
+        part_logits = []
+        for state_part in held.parts:
+            # engines built before this input existed return the logits of all tokens
+            inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
+            outputs = engine(inputs | state_part.shared | state_part.caches)
+            state_part.caches = {
+                name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
+            }
+            logits = outputs["logits"]
+            part_logits.append(logits[:, -num_logits:] if logits.dim() == 3 else logits)
+        return _concat_batches(part_logits)
 
     @torch.inference_mode()
     def reorder_cache(self, held: TensorrtDecodeState, rows: Tokens, shared: bool) -> None:

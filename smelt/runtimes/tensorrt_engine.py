@@ -28,10 +28,10 @@ _REBUILD_HINT = "Build it here: run the recipe on this machine (with --rebuild i
 class EngineSidecar:
     """Properties of an engine.
 
-    package, version: of TensorRT. gpu: `name` and `compute_capability` of the GPU that built it, None if
-    it was built ahead of time, without one. graph, graph_sha256: the ONNX file and its weights. size_bytes:
-    of the engine. weights: embedded, refittable, or stripped: in the graph, which is then next to it. flags:
-    other builder flags. profiles: input -> min, opt and max shape.
+    package, version: of TensorRT. gpu: `name`, `compute_capability` and number of `multiprocessors` of the
+    GPU that built it, None if it was built ahead of time, without one. graph, graph_sha256: the ONNX file and
+    its weights. size_bytes: of the engine. weights: embedded, refittable, or stripped: in the graph, which is
+    then next to it. flags: other builder flags. profiles: input -> min, opt and max shape.
     """
 
     package: str
@@ -113,19 +113,26 @@ def read_sidecar(plan: Path) -> EngineSidecar | None:
 
 
 def current_gpu() -> dict[str, str] | None:
-    """Return name and compute capability of torch's GPU, None without one."""
+    """Return name, compute capability and number of multiprocessors of torch's GPU, None without one."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    return {"name": torch.cuda.get_device_name(), "compute_capability": f"{major}.{minor}"}
+    return {
+        "name": torch.cuda.get_device_name(),
+        "compute_capability": f"{major}.{minor}",
+        "multiprocessors": str(torch.cuda.get_device_properties().multi_processor_count),
+    }
 
 
 def check_sidecar(
     plan: Path, sidecar: EngineSidecar, package: str, version: str, gpu: dict[str, str] | None
 ) -> None:
     """Compare the sidecar of `plan` with the TensorRT and the GPU of this machine.
+
+    What is compared is what TensorRT itself records in an engine and requires, see its documentation,
+    "Engine Compatibility", https://docs.nvidia.com/deeplearning/tensorrt/latest/.
 
     Raises:
         InputError: it cannot run here; the message contains its builder, this machine and the fix.
@@ -156,15 +163,22 @@ def check_sidecar(
 
 
 def _version_matches(sidecar: EngineSidecar, package: str, version: str) -> bool:
+    """Return whether a runtime of this version reads the engine.
+
+    Major, minor, patch and build have to be equal; a version-compatible engine of TensorRT is also read by
+    later versions with the same major number. TensorRT for RTX has no such engines.
+    """
     if sidecar.package != package:
         return False
     current, built = _version_numbers(version), _version_numbers(sidecar.version)
-    return current >= built if sidecar.version_compatible else current == built
+    if sidecar.version_compatible and package == TENSORRT_PACKAGES[0]:
+        return current[:1] == built[:1] and current >= built
+    return current == built
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
-    """Return the compared parts of a version: major, minor, patch."""
-    return tuple(int(number) for number in version.split(".")[:3] if number.isdigit())
+    """Return the compared parts of a version: major, minor, patch, build."""
+    return tuple(int(number) for number in version.split(".")[:4] if number.isdigit())
 
 
 def _gpu_matches(sidecar: EngineSidecar, gpu: dict[str, str]) -> bool:
@@ -175,8 +189,28 @@ def _gpu_matches(sidecar: EngineSidecar, gpu: dict[str, str]) -> bool:
     return gpu["compute_capability"] == sidecar.gpu["compute_capability"]
 
 
+def other_model_warning(plan: Path, sidecar: EngineSidecar, gpu: dict[str, str] | None) -> str | None:
+    """Return a warning if the engine was built on another model of GPU with the same compute capability.
+
+    TensorRT opens such an engine: it requires an equal compute capability, and only warns about another
+    number of multiprocessors or other sizes of memory. A part of a GPU (MIG) has the name of the whole one.
+    """
+    if sidecar.gpu is None or gpu is None or sidecar.hardware_compatibility != "none":
+        return None
+    if all(gpu.get(name, value) == value for name, value in sidecar.gpu.items()):
+        return None
+    return (
+        f"{plan}: this engine was built on {_gpu_label(sidecar.gpu)}, and this machine has {_gpu_label(gpu)}."
+        " It may be slower than one that is built here, or fail: run the recipe on this machine, or build"
+        " with hardware_compatibility: same-cc."
+    )
+
+
 def _gpu_label(gpu: dict[str, str] | None) -> str:
-    return "no GPU" if gpu is None else f"{gpu['name']} (compute capability {gpu['compute_capability']})"
+    if gpu is None:
+        return "no GPU"
+    parts = f"{gpu['multiprocessors']} multiprocessors, " if "multiprocessors" in gpu else ""
+    return f"{gpu['name']} ({parts}compute capability {gpu['compute_capability']})"
 
 
 def _require_graph(plan: Path, sidecar: EngineSidecar) -> None:

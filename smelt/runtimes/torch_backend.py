@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import InputError
 from smelt.core.system import available_bytes
-from smelt.generation.backend import Feeds, Logits, ModelGraphs, NoGenerationGraphs, Tokens
+from smelt.generation.backend import (
+    Feeds,
+    Logits,
+    ModelGraphs,
+    NoGenerationGraphs,
+    Tokens,
+    TopLogits,
+    top_logits,
+)
 from smelt.models.checkpoint import load_model, widened_bytes
 from smelt.models.families.registry import decoder_logits
 from smelt.models.sentence_model import head_output
@@ -28,6 +36,7 @@ from smelt.models.tokenizer import uses_token_types
 from smelt.models.user_module import ArraysOutput
 from smelt.quantization.layers import limit_weight_cache
 from smelt.runtimes.device import TorchThreads, torch_device
+from smelt.runtimes.graph_timer import timed_graph
 
 
 @dataclass
@@ -85,9 +94,11 @@ class TorchBackend(NoGenerationGraphs):
         inputs = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
         if graph != self._graphs.main.name:
             return {
-                "last_hidden_state": self._open_model.get_encoder()(**inputs).last_hidden_state.cpu().numpy()
+                "last_hidden_state": self._run(self._open_model.get_encoder(), **inputs)
+                .last_hidden_state.cpu()
+                .numpy()
             }
-        output = self._open_model(**inputs)
+        output = self._run(self._open_model, **inputs)
         if isinstance(output, ArraysOutput):
             return {name: value.cpu().numpy() for name, value in output.arrays.items()}
         [name] = self._graphs.main.outputs
@@ -100,24 +111,42 @@ class TorchBackend(NoGenerationGraphs):
         if feeds is None or shared is None:
             return TorchDecodeState(DynamicCache())
         mask = self._to_device(shared["encoder_attention_mask"])
-        encoded = model.get_encoder()(self._to_device(feeds["input_ids"]), attention_mask=mask)
+        ids = self._to_device(feeds["input_ids"])
+        encoded = self._run(model.get_encoder(), input_ids=ids, attention_mask=mask)
         return TorchDecodeState(EncoderDecoderCache(DynamicCache(), DynamicCache()), encoded, mask)
 
     @torch.inference_mode()
     def step(self, held: TorchDecodeState, feeds: Feeds, last: int = 1) -> Logits:
         """Run int64 [R, S]; return float32 [R, V] with an encoder, else [R, last, V]."""
+        logits: Logits = self._advance(held, feeds, last).cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def step_top(self, held: TorchDecodeState, feeds: Feeds, count: int) -> TopLogits:
+        """Run int64 [R, S]; return the `count` highest logits of the last token, chosen on the device."""
+        logits = self._advance(held, feeds, 1)
+        return top_logits(logits[:, -1] if logits.dim() == 3 else logits, count)
+
+    @property
+    def reduces_logits(self) -> bool:
+        """Return whether the logits are on a GPU."""
+        return self.device == "cuda"
+
+    def _advance(self, held: TorchDecodeState, feeds: Feeds, last: int) -> Tensor:
+        """Run a step; return its logits on the device."""
         if held.encoder_outputs is not None:
-            output = self.model(
+            output = self._run(
+                self.model,
                 decoder_input_ids=self._to_device(feeds["input_ids"]),
                 encoder_outputs=held.encoder_outputs,
                 attention_mask=held.encoder_mask,
                 past_key_values=held.cache,
                 use_cache=True,
             )
-            logits: Logits = output.logits[:, -1].cpu().numpy()
-            return logits
-        hidden = self.model.base_model(
-            self._to_device(feeds["input_ids"]),
+            return cast("Tensor", output.logits)[:, -1]
+        hidden = self._run(
+            self.model.base_model,
+            input_ids=self._to_device(feeds["input_ids"]),
             attention_mask=self._to_device(feeds["attention_mask"]),
             position_ids=self._to_device(feeds["position_ids"]),
             past_key_values=held.cache,
@@ -125,9 +154,8 @@ class TorchBackend(NoGenerationGraphs):
         ).last_hidden_state
         hidden = hidden[:, hidden.shape[1] - last :]
         if not last:
-            return np.empty((*hidden.shape[:2], 0), dtype=np.float32)
-        last_logits: Logits = decoder_logits(self.model, hidden).float().cpu().numpy()
-        return last_logits
+            return torch.empty((*hidden.shape[:2], 0))
+        return decoder_logits(self.model, hidden).float()
 
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:
@@ -143,6 +171,10 @@ class TorchBackend(NoGenerationGraphs):
             assert hidden is not None
             held.encoder_outputs = BaseModelOutput(hidden.index_select(0, indices))
             held.encoder_mask = held.encoder_mask.index_select(0, indices)
+
+    def _run(self, module: Any, **inputs: Any) -> Any:
+        with timed_graph(torch.cuda.current_stream() if self.device == "cuda" else None):
+            return module(**inputs)
 
     @property
     def _open_model(self) -> Any:

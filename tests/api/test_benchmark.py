@@ -168,7 +168,8 @@ def test_timing_table_fits_80_columns():
     row |= {"stable": False, "reason": "the rounds disagree: from 1.00× to 200.00×"}
     row["parts"] = {"tokenizing_ms": 0.123, "encoding_ms": 12345.6, "time_to_first_token_ms": 1.0}
     row["parts"] |= {"time_per_output_token_ms": None, "further_tokens": 0.0, "detokenizing_ms": 2.0}
-    artifact = {"latency": [row], "error": None, "device": "cpu"}
+    row["graph_ms"] = 78.91
+    artifact = {"latency": [row], "error": None, "device": "cpu", "gpu_memory_bytes": 1_500_000_000}
     table = timing_table(
         {
             "baseline": "x" * 60,
@@ -187,3 +188,5 @@ def test_timing_table_fits_80_columns():
     (row_line,) = (line for line in table.splitlines() if line.startswith("y") and "0.12" in line)
     assert row_line.split()[1:] == ["0.12", "12,346", "1.00", "–", "2.00"]
     assert "1.23" in table
+    assert text.count(f"{'y' * 60} 78.9") == 1
+    assert text.count(f"{'y' * 60} 1,500") == 1

@@ -22,7 +22,7 @@ class Noting:
     gives_all: logits of all tokens come, however few are wanted.
     """
 
-    name, version, device = "noting", "1", "cpu"
+    name, version, device, reduces_logits = "noting", "1", "cpu", False
 
     def __init__(self, at_once=None, in_all=None, gives_all=False):
         self.max_tokens_per_call, self.max_total_tokens, self.gives_all = at_once, in_all, gives_all

@@ -71,7 +71,7 @@ def test_batches_contain_every_row_with_right_padding(folder):
 class Scripted:
     """A runner whose row i says its script's tokens one by one and knows which rows are still asked for."""
 
-    name, version, device, folder = "test", "0", "cpu", None
+    name, version, device, folder, reduces_logits = "test", "0", "cpu", None, False
     config = {"is_encoder_decoder": True, "decoder_start_token_id": 3, "eos_token_id": 1, "pad_token_id": 0}  # noqa: RUF012
     generation_config = {}  # noqa: RUF012
 

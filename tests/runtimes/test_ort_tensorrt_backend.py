@@ -21,7 +21,7 @@ from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.tokenizer import encode_texts
 from smelt.runtimes import onnx_backend, ort_tensorrt_backend
-from smelt.runtimes.device_gather import DeviceGather
+from smelt.runtimes.device_operators import DeviceOperators
 from smelt.runtimes.onnx_backend import OnnxBackend
 from smelt.runtimes.ort_tensorrt_backend import ProviderOptions, write_provider_options
 from smelt.runtimes.ort_tensorrt_provider import missing_requirement
@@ -89,7 +89,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
         "open_provider_session",
         lambda path, options, n: Counting(path, options, shapes),
     )
-    monkeypatch.setattr(onnx_backend, "DeviceGather", lambda *device: DeviceGather("cpu", 0))
+    monkeypatch.setattr(onnx_backend, "DeviceOperators", lambda *device: DeviceOperators("cpu", 0))
     monkeypatch.setattr(
         OnnxBackend, "_to_ortvalue", lambda self, array: onnxruntime.OrtValue.ortvalue_from_numpy(array)
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from smelt.runtimes import registry
-from smelt.runtimes.registry import RUNTIMES, RuntimeSpec, find_runtime
+from smelt.runtimes.registry import RUNTIMES, RuntimeSpec, find_runtime, runtime_target
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.target or runtime.format)
@@ -25,6 +25,21 @@ def test_runtime_is_selected_by_format_and_target(monkeypatch):
     assert find_runtime("onnx", "ort-tensorrt").backend_class == names[3]
     assert find_runtime("tensorrt", "tensorrt").backend_class == names[4]
     assert find_runtime("onnx", "elsewhere") is extra
+
+
+@pytest.mark.parametrize(("details", "target"), [
+    ({"foreign": True, "target": "ort-cpu", "dtype": "fp32"}, "ort-cuda"),
+    ({"foreign": True, "target": "ort-cpu", "dtype": "fp16"}, "ort-cuda"),
+    ({"foreign": True, "target": "ort-cpu", "scheme": "int8-dynamic"}, "ort-cpu"),
+    ({"foreign": True, "target": "ort-cpu", "codes": 12}, "ort-cpu"),
+    ({"foreign": True, "target": "tensorrt"}, "tensorrt"),
+    ({"target": "ort-cpu", "dtype": "fp32"}, "ort-cpu"),
+])  # fmt: skip
+def test_float_graphs_of_third_parties_run_on_the_gpu_where_there_is_one(monkeypatch, details, target):
+    """An engine that is built from such a graph is compared with it on the same device."""
+    monkeypatch.setattr(registry, "onnx_device", lambda wanted, target: "cpu" if wanted == "cpu" else "cuda")
+    assert runtime_target(details, "auto") == target
+    assert runtime_target(details, "cpu") == details["target"]
 
 
 def test_engine_serves_one_call_at_a_time_on_the_gpu():

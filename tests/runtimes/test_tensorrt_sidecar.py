@@ -9,6 +9,7 @@ from smelt.runtimes.onnx_import import trial_run
 from smelt.runtimes.tensorrt_engine import (
     EngineSidecar,
     check_sidecar,
+    other_model_warning,
     read_sidecar,
     record_built_engine,
     require_trusted_engines,
@@ -53,7 +54,9 @@ def test_saved_sidecar_is_loaded_and_a_missing_one_is_none(tmp_path):
     [
         ({}, {"version": "11.5.0"}, "wrong-engine-version", ("tensorrt 11.4.0.106", "tensorrt 11.5.0.")),
         ({}, {"package": "tensorrt_rtx", "version": "11.4.0.106"}, "wrong-engine-version", ("tensorrt_rtx",)),
+        ({}, {"version": "11.4.0.200"}, "wrong-engine-version", ("11.4.0.106", "11.4.0.200")),
         ({"version_compatible": True}, {"version": "11.3.9"}, "wrong-engine-version", ("tensorrt 11.3.9.",)),
+        ({"version_compatible": True}, {"version": "12.0.0"}, "wrong-engine-version", ("tensorrt 12.0.0.",)),
         ({}, {"gpu": H200}, "wrong-gpu", ("NVIDIA A10", "8.6", "NVIDIA H200")),
         ({"hardware_compatibility": "same-cc"}, {"gpu": H200}, "wrong-gpu", ("same-cc",)),
         ({"hardware_compatibility": "ampere+"}, {"gpu": T4}, "wrong-gpu", ("Tesla T4",)),
@@ -69,8 +72,6 @@ def test_incompatible_engine_reports_its_build_environment_and_a_remedy(tmp_path
 
 @pytest.mark.parametrize(("built", "here"), [
     ({"version_compatible": True}, {"version": "11.5.0"}),
-    # builds of one version
-    ({}, {"version": "11.4.0.200"}),
     ({"hardware_compatibility": "ampere+"}, {"gpu": H200}),
     ({"hardware_compatibility": "ampere+", "gpu": H200}, {"gpu": A40}), ({}, {"gpu": A40}),
     ({"gpu": None}, {"gpu": T4}),  # built ahead of time
@@ -78,6 +79,20 @@ def test_incompatible_engine_reports_its_build_environment_and_a_remedy(tmp_path
 ])  # fmt: skip
 def test_compatible_engine_passes(tmp_path, built, here):
     check(engine(tmp_path, **built), **here)
+
+
+@pytest.mark.parametrize(("gpu", "level", "warns"), [
+    (A10, "none", False), (A40, "none", True), (A40, "same-cc", False), (A40, "ampere+", False),
+    (A10 | {"multiprocessors": "72"}, "none", False),
+    (A10 | {"multiprocessors": "36"}, "none", True),  # a part of the GPU that built it
+])  # fmt: skip
+def test_engine_of_another_model_of_gpu_is_opened_with_a_warning(tmp_path, gpu, level, warns):
+    """TensorRT requires an equal compute capability and warns about other properties."""
+    plan = engine(tmp_path, gpu=A10 | {"multiprocessors": "72"}, hardware_compatibility=level)
+    check(plan, gpu=gpu)
+    message = other_model_warning(plan, read_sidecar(plan), gpu)
+    assert (message is not None) == warns
+    assert not warns or ("NVIDIA A10 (72" in message and gpu["name"] in message)
 
 
 def test_graph_other_than_that_of_the_engine_is_refused(tmp_path):

@@ -63,7 +63,7 @@ class LatencyScores:
         on_measured: Callable[[MeasuredLatency], None] = lambda measured: None,
         seconds: float | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Return, by step name, `{"rows": [...], "peak_memory_bytes": n, "error": None or a message}`.
+        """Return the results by step name: `rows`, `peak_memory_bytes`, `gpu_memory_bytes` and `error`.
 
         Results are stored after each artifact, so that an interrupted run loses only the current one.
         Disturbed measurements are not stored; the next run measures again.
@@ -166,6 +166,7 @@ def _score_entry(artifact: Artifact, result: LatencyResults, name: str) -> dict[
         "artifact": artifact.key,
         "rows": result.rows.get(name, []),
         "peak_memory_bytes": result.peak_memory_bytes.get(name),
+        "gpu_memory_bytes": result.gpu_memory_bytes.get(name),
         "error": error and messages_to_json([error])[0],
     }
 

@@ -245,6 +245,7 @@ _EMPTY_STEP_FIELDS: dict[str, Any] = {
     "float_dtype": None,
     "seconds": None,
     "peak_memory_bytes": None,
+    "gpu_memory_bytes": None,
 }
 
 
@@ -416,7 +417,8 @@ class ReportBuilder:
     def add_latency(self, measured: Mapping[str, Mapping[str, Any]]) -> None:
         """Add the results of `LatencyScores.measure`."""
         for name, value in measured.items():
-            self._steps[name].update(latency=value["rows"], peak_memory_bytes=value["peak_memory_bytes"])
+            memory = {key: value[key] for key in ("peak_memory_bytes", "gpu_memory_bytes")}
+            self._steps[name].update(latency=value["rows"], **memory)
             if value["error"]:
                 self._set_status("error")
                 error = value["error"]

@@ -130,15 +130,15 @@ def artifact_device(artifact: Artifact, requested: str) -> str:
     Raises:
         InputError: cuda is requested but not available.
     """
-    from smelt.runtimes.registry import find_runtime
+    from smelt.runtimes.registry import find_runtime, runtime_target
 
-    target = artifact.manifest.details.get("target")
-    device = find_runtime(artifact.format, target).device
+    details = artifact.manifest.details
+    device = find_runtime(artifact.format, details.get("target")).device
     if isinstance(device, str):
         return device
     if requested == "cpu" or (requested == "auto" and not has_cuda()):
         return "cpu"
-    return device(requested, target)
+    return device(requested, runtime_target(details, requested))
 
 
 @cache

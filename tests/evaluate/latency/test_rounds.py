@@ -21,8 +21,8 @@ ONE = ComputeResources(threads=1, processors=2)
 TWO = ComputeResources(threads=2, processors=2)
 
 
-def load(used=0.99, waited=0.0, others=0.0, stolen=0.0, wall=200.0):
-    return MachineLoad(wall, used * wall, waited * wall, others, stolen, None)
+def load(used=0.99, waited=0.0, others=0.0, stolen=0.0, wall=200.0, gpu_others=None):
+    return MachineLoad(wall, used * wall, waited * wall, others, stolen, None, gpu_others)
 
 
 def a_round(ms, **loads):
@@ -57,6 +57,15 @@ def test_gpu_round_counts_only_required_cores():
     resources = ComputeResources(threads=1, processors=2, device="cuda")
     assert a_round(10, used=0.1).lost_share(resources) == 0
     assert a_round(10, used=0.1, others=1.4).lost_share(resources) == pytest.approx(0.4)
+
+
+def test_other_processes_on_the_gpu_disturb_rounds_there():
+    resources = ComputeResources(threads=1, processors=2, device="cuda")
+    assert a_round(10, gpu_others=0.3).lost_share(resources) == pytest.approx(0.3)
+    assert a_round(10, gpu_others=0.3).lost_share(ONE) < 0.1  # on the CPU they do not matter
+    verdict = judge_rounds(pairs([2.0] * 5, step_load={"gpu_others": 0.4}), resources, resources)
+    assert verdict.cause == "busy"
+    assert "40 %" in verdict.reason
 
 
 def test_disturbed_rounds_are_excluded_and_repeated():

@@ -65,7 +65,9 @@ def test_round_uses_the_same_functions_as_smelt_load(tmp_path, monkeypatch):
         longest[2:],
     ]  # one unasked, to warm up
     assert all((g.max_new_tokens, size) == (5, 2) for _, g, size in calls)
-    assert len(answer["times_ms"]) == len(answer["parts"]) == 2
+    assert len(answer["times_ms"]) == len(answer["parts"]) == len(answer["graph_ms"]) == 2
+    for call_ms, graph_ms in zip(answer["times_ms"], answer["graph_ms"], strict=True):
+        assert 0 < graph_ms < call_ms
     assert answer["texts"] == 4
     for call_ms, parts in zip(answer["times_ms"], answer["parts"], strict=True):
         assert sum(parts[:4]) + parts[5] == pytest.approx(call_ms, rel=0.05)

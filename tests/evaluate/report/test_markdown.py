@@ -46,7 +46,14 @@ def test_markdown_names_timing_parts_by_task(report):
     head, _, first = block.splitlines()[:3]
     assert cells_of(head)[2:] == [
         f"{name} ms"
-        for name in ("tokenizing", "encoder", "time to first token", "time per output token", "detokenizing")
+        for name in (
+            "tokenizing",
+            "encoder",
+            "time to first token",
+            "time per output token",
+            "detokenizing",
+            "graphs alone",
+        )
     ]
     assert cells_of(first)[:4] == ["model", "1", "0.30", "16.9"]
     report["recipe"]["task"] = "language-modeling"

@@ -44,6 +44,8 @@ class Follower:
         }  # fmt: skip
         self._edit, self._logits = edit, table() if logits is None else logits
 
+    reduces_logits = False
+
     def encode(self, batch):
         return None
 

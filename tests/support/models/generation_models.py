@@ -148,6 +148,7 @@ class CausalRunner:
     """A runner around a decoder-only model of transformers: prefills all of a prompt but its last token."""
 
     name, version, device, write_model = "test", "0", "cpu", Path("test")
+    reduces_logits = False
     generator = staticmethod(generate_resolved)
 
     def __init__(self, model: Any) -> None:

@@ -12,19 +12,22 @@ import numpy as np
 
 from tests.support.processes.cuda_rig import copied_bytes
 
-ROWS, LENGTH = 8, 20
+ROWS, LENGTH, TOP = 8, 20, 3
 
 
 def main(requests: dict[str, Any]) -> dict[str, Any]:
     """Decode some tokens with the graphs of an encoder-decoder, and reorder its caches.
 
     Args:
-        requests: `folder`, with the graphs. LOCAL_RANK, if set, is the process's number among several.
+        requests: `folder`, with the graphs; `is_prompt`: see `read_prompt`. LOCAL_RANK, if set, is the
+            process's number among several.
 
     Returns:
-        `device_ids`: of the session and of the values. `step`, `reorder`, `reorder_shared`: bytes copied.
-        `caches`, `logits`: the sizes of the caches, and of the logits of a step.
+        `device_ids`: of the session and of the values. `step`, `top`, `reorder`, `reorder_shared`: bytes
+        copied. `caches`, `logits`: the sizes of the caches, and of the logits of a step.
     """
+    if requests.get("is_prompt"):
+        return read_prompt(Path(requests["folder"]))
     from smelt.generation.generating_runners import EncoderDecoderRunner
     from smelt.runtimes import device
     from smelt.runtimes.onnx_backend import OnnxBackend
@@ -39,9 +42,14 @@ def main(requests: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         backend.step(state, token)
     answer: dict[str, Any] = {"caches": sum(_size(value) for value in state.caches)}
+    answer["types"] = sorted({value.data_type() for value in state.caches})
     copied_bytes()
     answer["logits"] = backend.step(state, token).nbytes
     answer["step"] = copied_bytes()
+    answer["top_shape"] = backend.step_top(state, token, TOP).tokens.shape
+    copied_bytes()  # the first call opened a session
+    backend.step_top(state, token, TOP)
+    answer["top"] = copied_bytes()
     backend.reorder_cache(state, np.arange(ROWS)[::-1].copy(), False)
     answer["reorder"] = copied_bytes()
     backend.reorder_cache(state, np.arange(ROWS // 2), True)
@@ -53,8 +61,34 @@ def main(requests: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def read_prompt(folder: Path) -> dict[str, Any]:
+    """Read prompts with the graph of a language model, as a generation does.
+
+    Returns:
+        `part`, `last`: bytes copied for a part of the prompts whose logits are not needed, and for their last
+        tokens. `caches`, `logits`: sizes of the caches and of one token's logits. `places`: of the caches.
+    """
+    from smelt.generation.generating_runners import DecoderOnlyRunner, position_ids
+    from smelt.runtimes.onnx_backend import OnnxBackend
+
+    backend = OnnxBackend(folder, DecoderOnlyRunner.graphs, "ort-cuda", 1, "cuda")
+    mask = np.ones((ROWS, LENGTH), np.int64)
+    feeds = {"input_ids": mask, "attention_mask": mask, "position_ids": position_ids(mask)}
+    state = backend.start(ROWS)
+    copied_bytes()
+    shape = list(backend.step(state, feeds, 0).shape)
+    answer: dict[str, Any] = {"part": copied_bytes(), "no_logits": shape}
+    state = backend.start(ROWS)
+    copied_bytes()
+    answer["logits"] = backend.step(state, feeds, 1).nbytes
+    answer["last"] = copied_bytes()
+    answer["caches"] = sum(_size(value) for value in state.caches)
+    answer["places"] = sorted({value.device_name() for value in state.caches})
+    return answer
+
+
 def _size(value: Any) -> int:
-    width = {"tensor(float16)": 2, "tensor(float)": 4}[value.data_type()]
+    width = {"tensor(float16)": 2, "tensor(bfloat16)": 2, "tensor(float)": 4}[value.data_type()]
     return int(np.prod(value.shape())) * width
 
 

@@ -68,6 +68,8 @@ class Module:
         except ValueError:
             logger.log(self.ILogger.ERROR, "Serialization assertion magicTagRead == kMAGIC_TAG failed")
             return None
+        if "warning" in self.answers:
+            logger.log(self.ILogger.WARNING, self.answers["warning"])
         return Engine(self, content["onnx"], content["shapes"], logger)
 
 

@@ -21,7 +21,8 @@ def flatten_articles(rows: Iterable[_Row]) -> Iterator[_Row]:
     """
     for location, row in rows:
         paragraphs = row.get("paragraphs")
-        if not isinstance(paragraphs, list) or not any(_has_questions(item) for item in paragraphs):
+        is_article = isinstance(paragraphs, list) and any(_has_questions(item) for item in paragraphs)
+        if not is_article and not (paragraphs == [] and row.keys() <= {"title", "paragraphs"}):
             yield location, row
             continue
         for number, paragraph in enumerate(paragraphs, 1):

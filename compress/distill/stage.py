@@ -189,9 +189,7 @@ class Distill(Stage[DistillSettings]):
         settings = settings.resolve_for_task(task)
         errors = settings.losses.check_task(task) + training_task_errors(settings, task)
         if len(settings.all_teachers()) > 1 and (reason := _NOT_AVERAGED.get(task_traits(task).output)):
-            errors.append(
-                error_message("several-teachers", f"{reason}. Set one teacher.", setting="teacher")
-            )
+            errors.append(error_message("several-teachers", f"{reason}. Set one teacher.", setting="teacher"))
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))

@@ -21,8 +21,8 @@ def flatten_articles(rows: Iterable[_Row]) -> Iterator[_Row]:
     """
     for location, row in rows:
         paragraphs = row.get("paragraphs")
-        is_article = isinstance(paragraphs, list) and any(_has_questions(item) for item in paragraphs)
-        if not is_article and not (paragraphs == [] and row.keys() <= {"title", "paragraphs"}):
+        is_empty = paragraphs == [] and row.keys() <= {"title", "paragraphs"}
+        if not isinstance(paragraphs, list) or not (is_empty or any(map(_has_questions, paragraphs))):
             yield location, row
             continue
         for number, paragraph in enumerate(paragraphs, 1):

@@ -44,8 +44,8 @@ class QuestionAnswering(TaskSpec):
     sample_noun = "questions"
     rate_unit = "questions/s"
     row_example = (
-        '{"question": "...", "context": "...", "answers": {"text": ["..."], "answer_start": [0]}}, or SQuAD\'s'
-        " format"
+        '{"question": "...", "context": "...", "answers": {"text": ["..."], "answer_start": [0]}},'
+        " or SQuAD's format"
     )
     main_metric = "token_f1"
     graph_output = "logits"
@@ -89,7 +89,8 @@ class QuestionAnswering(TaskSpec):
 
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a row with the context `text`, whose first word is the answer."""
-        return {"question": "Which?", "context": text, "answers": {"text": text.split()[:1], "answer_start": [0]}}
+        answers = {"text": text.split()[:1], "answer_start": [0]}
+        return {"question": "Which?", "context": text, "answers": answers}
 
     def recognizes_row(self, row: Mapping[str, Any], columns: Columns, named: Columns) -> bool:
         """Return whether the row has a question, its context and answers."""
@@ -189,8 +190,8 @@ def _parse_answers(
         raise missing_column(row, columns.answers, location, "answers")
     if is_impossible is False and not pairs:
         raise InputError(
-            f"{location}: {name} has {UNANSWERABLE_COLUMN} false, but no answer in '{column}'. Add one, or set"
-            f" {UNANSWERABLE_COLUMN} to true.",
+            f"{location}: {name} has {UNANSWERABLE_COLUMN} false, but no answer in '{column}'. Add one, or"
+            f" set {UNANSWERABLE_COLUMN} to true.",
             code="missing-answer",
         )
     for text, start in pairs:
@@ -200,8 +201,8 @@ def _parse_answers(
             nearest = _nearest_start(context, text, start)
             hint = "The context does not have it." if nearest is None else f"It begins at {nearest}."
             raise InputError(
-                f"{location}: column '{column}': {name}: the answer {text[:60]!r} is not at character {start} of"
-                f" the context, where {upcoming!r} is. {hint}",
+                f"{location}: column '{column}': {name}: the answer {text[:60]!r} is not at character {start}"
+                f" of the context, where {upcoming!r} is. {hint}",
                 code="answer-not-in-context",
             )
     return pairs
@@ -227,9 +228,7 @@ def _answer_pairs(value: Any, location: str, column: str) -> list[tuple[str, int
         texts, starts = value.get("text"), value.get("answer_start")
         items = None
         if isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts):
-            items = [
-                {"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)
-            ]
+            items = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
     pairs = []
     for item in items if isinstance(items, list) else [None]:
         text, start = (item.get(k) if isinstance(item, Mapping) else None for k in ("text", "answer_start"))
@@ -242,8 +241,8 @@ def _answer_pairs(value: Any, location: str, column: str) -> list[tuple[str, int
             )
         if not text.strip():
             raise InputError(
-                f"{location}: column '{column}': an answer is empty. Remove it; an unanswerable question has no"
-                " answers.",
+                f"{location}: column '{column}': an answer is empty. Remove it; an unanswerable question has"
+                " no answers.",
                 code="empty-text",
             )
         pairs.append((text, start))
@@ -261,14 +260,14 @@ def _single_answer(text: str, context: str, location: str, column: str) -> list[
     start = context.find(text)
     if start < 0:
         raise InputError(
-            f"{location}: column '{column}': the context does not have the answer {text[:60]!r}. Copy it from the"
-            " context, with the same spelling.",
+            f"{location}: column '{column}': the context does not have the answer {text[:60]!r}. Copy it from"
+            " the context, with the same spelling.",
             code="answer-not-in-context",
         )
     if context.find(text, start + 1) >= 0:
         raise InputError(
-            f"{location}: column '{column}': the context has the answer {text[:60]!r} more than once. Give its"
-            ' start: {"answers": {"text": ["..."], "answer_start": [0]}}.',
+            f"{location}: column '{column}': the context has the answer {text[:60]!r} more than once. Give"
+            ' its start: {"answers": {"text": ["..."], "answer_start": [0]}}.',
             code="ambiguous-answer",
         )
     return [(text, start)]

@@ -111,10 +111,8 @@ def test_question_keeps_half_of_a_window(tmp_path):
     windows, _ = encode_contexts(HubTokenizer(tokenizer), ["cat " * 40], ["the cat sees " * 9], 23)
     spans = [[span for span in window.offsets if span] for window in windows]
     assert [len(row) for row in spans[:-1]] == [10] * (len(spans) - 1)
-    assert {span for row in spans for span in row} == {
-        span for span in encode_contexts(HubTokenizer(tokenizer), ["cat"], ["the cat sees " * 9], 99)[0][0].offsets
-        if span
-    }  # fmt: skip
+    [full], _ = encode_contexts(HubTokenizer(tokenizer), ["cat"], ["the cat sees " * 9], 99)
+    assert {span for row in spans for span in row} == {span for span in full.offsets if span}
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
@@ -189,7 +187,8 @@ def test_answer_has_no_space_around_it_and_context_without_tokens_none(tmp_path)
     position = next(i for i, span in enumerate(window.offsets) if span and span[0] == 3)
     logits[position] = 9
     answer = best_answer(context, [(window, logits)], may_be_unanswerable=False)
-    assert (answer.answer[:1].strip(), context[answer.start : answer.end]) == (answer.answer[:1], answer.answer)
+    assert context[answer.start : answer.end] == answer.answer == answer.answer.strip() != ""
+    assert context[window.offsets[position][0]] == " "
     empty = [(window.__class__(0, window.ids, None, [None] * len(window.ids)), logits)]
     assert best_answer(context, empty, may_be_unanswerable=False) == Answer("", 0.0, 0, 0)
     assert best_answer(context, empty, may_be_unanswerable=True) == Answer("", 1.0, 0, 0)
@@ -219,14 +218,17 @@ def test_squad_files_and_rows_with_one_answer(tmp_path):
     (tmp_path / "squad.json").write_text(json.dumps({"version": "v2.0", "data": articles}, indent=1))
     split = read_split("squad.json", TASK.name, Columns(), tmp_path)
     expected = [
-        Example("Who?", ("Ada",), ADA["context"], label=(11,)), Example("When?", (), ADA["context"], label=()),
+        Example("Who?", ("Ada",), ADA["context"], label=(11,)),
+        Example("When?", (), ADA["context"], label=()),
     ]  # fmt: skip
     assert list(split.examples[:4]) == expected * 2
     assert [e.row for e in split.examples[:4]] == [1, 2, 3, 4]
     (tmp_path / "a.csv").write_text("question,context,answer\nWho?,Ada codes.,Ada\nWhen?,Ada codes.,\n")
     split = read_split("a.csv", TASK.name, Columns(), tmp_path)
     assert [(e.references, e.label) for e in split.examples] == [(("Ada",), (0,)), ((), ())]
-    renamed = read(tmp_path, {"q": "Who?", "text": "Ada codes", "answer": "Ada"}, question="q", context="text")
+    renamed = read(
+        tmp_path, {"q": "Who?", "text": "Ada codes", "answer": "Ada"}, question="q", context="text"
+    )
     assert renamed.examples[0].label == (0,)
 
 
@@ -270,7 +272,8 @@ def test_row_with_one_answer_is_unambiguous(tmp_path, row, code):
 def test_wrong_question_of_squad_file_is_named_by_line_of_article_and_id(tmp_path):
     qa = {"id": "wrong-one", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 4}]}
     article = {"title": "T", "paragraphs": [{"context": "Ada codes", "qas": [qa]}]}
-    (tmp_path / "a.json").write_text(json.dumps({"data": [{"title": "S", "paragraphs": []}, article]}, indent=1))
+    articles = [{"title": "S", "paragraphs": []}, article]
+    (tmp_path / "a.json").write_text(json.dumps({"data": articles}, indent=1))
     with raises_code("answer-not-in-context") as error:
         read_split("a.json", TASK.name, Columns(), tmp_path)
     line = 1 + (tmp_path / "a.json").read_text().split('"title": "T"')[0].rstrip("{ \n").count("\n") + 1

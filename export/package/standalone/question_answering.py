@@ -1,6 +1,6 @@
-"""Answers to questions about texts with onnxruntime, numpy and tokenizers: python infer.py $'QUESTION\tCONTEXT'.
+r"""Answers to questions with onnxruntime, numpy and tokenizers: python infer.py $'QUESTION\tCONTEXT'.
 
-A tab separates the question and its context; or lines on stdin.
+Or lines on stdin; a tab separates the question and its context, a text with the answer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class Answerer:
     exclusive). `cut` counts truncated questions; long contexts are read in windows.
     """
 
-    first_input = {"question": "Is it warm?", "context": "Warm up."}
-
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         self.config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.settings, self.cut = self.config["tokenizer"], 0
+        self.first_input = {"question": "Is it warm?", "context": "Warm up."}
         self.max_length = min(self.config["max_length"], self.settings["limit"] or self.config["max_length"])
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self.graph = open_graph(
@@ -117,9 +116,7 @@ class Answerer:
             and first <= last < first + self.config["max_answer_tokens"]
         ]
 
-    def best(
-        self, context: str, spans: list[tuple[float, int, int]], empty: float | None
-    ) -> dict[str, Any]:
+    def best(self, context: str, spans: list[tuple[float, int, int]], empty: float | None) -> dict[str, Any]:
         """Return the best answer; empty: the score of no answer, None if the question has one."""
         none = [] if empty is None else [(empty, 0, 0)]
         best = sorted([*spans, *none], key=lambda span: -span[0])[: self.config["n_best"]]

@@ -54,7 +54,8 @@ LONG = "Ada is at home. " * 20 + "Grace lives in Oslo. " + "Ada is at home. " * 
 PAIRS = [
     ("Which city?", "Grace lives in Buenos Aires."), ("Which city?", "Ada is at home."),
     ("Which city?", "In New York it rains, says Alan."), ("Which city?", LONG),
-    ("Which city?", "\U0001f469\u200d\U0001f4bb Ada lives in Rome. e\u0301"), ("Which " * 60, "In Oslo it rains."),
+    ("Which city?", "\U0001f469\u200d\U0001f4bb Ada lives in Rome. e\u0301"),
+    ("Which " * 60, "In Oslo it rains."),
 ]  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def test_every_step_answers_questions(home):
     for name in ("tuned", "small", "onnx-fp32", "onnx-int8"):
         quality = steps[name]["quality"]
         assert quality["token_f1"]["value"] > 85, name
-        assert quality["token_f1"]["n"] == quality["exact_match"]["n"] == quality["own:count_right"]["n"] == 60
+        assert {quality[name]["n"] for name in ("token_f1", "exact_match", "own:count_right")} == {60}
         assert "squad v2.0" in quality["token_f1"]["signature"]
         assert 20 < quality["exact_match"]["chance"] < 50
     small, fp32 = steps["small"]["quality"], steps["onnx-fp32"]["quality"]
@@ -119,10 +120,9 @@ def test_exported_logits_equal_transformers_with_padding(home):
 def test_all_runtimes_give_the_same_answers(home):
     results = []
     for step in ("small", "onnx-fp32"):
-        with smelt.load(home / "run" / "artifacts" / step) as model, pytest.warns(
-            smelt.core.errors.TruncationWarning
-        ):
-            results.append(model.predict(PAIRS, batch_size=3))
+        with smelt.load(home / "run" / "artifacts" / step) as model:
+            with pytest.warns(smelt.core.errors.TruncationWarning):
+                results.append(model.predict(PAIRS, batch_size=3))
             assert model.truncated == 1
             with raises_code("missing-context"):
                 model.predict(["Which city?"])
@@ -166,7 +166,8 @@ def test_eval_of_answerable_questions_finds_a_span_for_each(home, tmp_path):
         result = harness.smelt("eval", artifact, "--data", path, "--json")
         scores[path.name] = json.loads(result.output)["exact_match"]
     assert "squad v1.1" in scores["a.jsonl"]["signature"]
-    assert scores["test.jsonl"]["value"] == steps_of(home / "run")["onnx-fp32"]["quality"]["exact_match"]["value"]
+    quality = steps_of(home / "run")["onnx-fp32"]["quality"]
+    assert scores["test.jsonl"]["value"] == quality["exact_match"]["value"]
 
 
 def test_package_answers_the_same(home, package):
@@ -176,7 +177,9 @@ def test_package_answers_the_same(home, package):
     inputs = [{"question": question, "context": context} for question, context in PAIRS[:3]]
     inputs += [list(pair) for pair in PAIRS[3:]]
     results = served.answer([served.read(value) for value in inputs])
-    assert [(r["answer"], r["start"], r["end"]) for r in results] == [(a.answer, a.start, a.end) for a in expected]
+    assert [(r["answer"], r["start"], r["end"]) for r in results] == [
+        (a.answer, a.start, a.end) for a in expected
+    ]
     assert [r["score"] for r in results] == pytest.approx([a.score for a in expected], abs=1e-5)
     assert served.cut == 1
     (forced,) = served.model(PAIRS[1:2], may_be_unanswerable=False)
@@ -213,7 +216,8 @@ def test_encoder_gets_head_for_start_and_end(tmp_path, source):
 @pytest.mark.parametrize(("stage", "settings"), [
     ("distill", "augmentation: {model: m}"), ("distill", "cache_logits: {}"),
     ("distill", "train_on: unlabeled"), ("distill", "teacher: [teacher, teacher2]"),
-    ("finetune", "class_weights: balanced"), ("finetune", "sampling: balanced"), ("finetune", "packing: true"),
+    ("finetune", "class_weights: balanced"), ("finetune", "sampling: balanced"),
+    ("finetune", "packing: true"),
 ])  # fmt: skip
 def test_plan_refuses_what_needs_other_samples(tmp_path, stage, settings):
     masked.write_model(tmp_path / "m")

@@ -49,7 +49,9 @@ class QuestionAnswering(TaskSpec):
     )
     main_metric = "token_f1"
     graph_output = "logits"
-    package = PackageClass("question_answering", "Answerer", 'print(Answerer()([("QUESTION", "CONTEXT")]))')
+    package = PackageClass(
+        "question_answering", "QuestionAnswerer", 'print(QuestionAnswerer()([("QUESTION", "CONTEXT")]))'
+    )
 
     def parse_row(
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool

@@ -20,8 +20,8 @@ from smelt.export.package.standalone.json_values import describe_value, read_tex
 from smelt.export.package.standalone.session import open_graph, run_command_line
 
 
-class Answerer:
-    """Answerer(folder)(pairs) -> the answer to each (question, context). Thread-safe.
+class QuestionAnswerer:
+    """QuestionAnswerer(folder)(pairs) -> the answer to each (question, context). Thread-safe.
 
     `threads` is per call. An answer is a dict: `answer` (its text, context[start:end], "" if the question is
     unanswerable), `score` (its probability among the best spans), `start` and `end` (characters, end
@@ -135,7 +135,7 @@ class Answerer:
         return {"answer": context[start:end], "score": float(odds[index]), "start": start, "end": end}
 
 
-def answer_lines(model: Answerer, texts: list[str]) -> list[str]:
+def answer_lines(model: QuestionAnswerer, texts: list[str]) -> list[str]:
     """Return the answer to each question, `text [start:end score]`; `[score]` if it is unanswerable."""
     if without := next((text for text in texts if "\t" not in text), None):
         raise ValueError(f"no context: write a tab between question and context, got {without[:60]!r}")
@@ -147,4 +147,4 @@ def answer_lines(model: Answerer, texts: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command_line(Answerer, answer_lines, __doc__)
+    run_command_line(QuestionAnswerer, answer_lines, __doc__)

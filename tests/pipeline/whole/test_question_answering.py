@@ -173,7 +173,7 @@ def test_eval_of_answerable_questions_finds_a_span_for_each(home, tmp_path):
 def test_package_answers_the_same(home, package):
     with smelt.load(home / "run" / "artifacts" / "onnx-int8") as model, pytest.warns():
         expected = model.predict(PAIRS, batch_size=len(PAIRS))
-    served = PackagedModel(package, "Answerer", threads=1)
+    served = PackagedModel(package, "QuestionAnswerer", threads=1)
     inputs = [{"question": question, "context": context} for question, context in PAIRS[:3]]
     inputs += [list(pair) for pair in PAIRS[3:]]
     results = served.answer([served.read(value) for value in inputs])

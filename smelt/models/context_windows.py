@@ -78,11 +78,13 @@ def _divide(owners: Sequence[int | None], max_length: int) -> tuple[list[list[in
     context = [i for i, owner in enumerate(owners) if owner == 1]
     special = [i for i, owner in enumerate(owners) if owner is None]
     room = max(2, max_length - len(special))
-    kept = question[: room // 2]
-    is_truncated = len(kept) < len(question) and len(question) + len(context) > room
+    kept_question = question[: room // 2]
+    is_truncated = len(kept_question) < len(question) and len(question) + len(context) > room
     if not is_truncated:
-        kept = question
-    size = max(1, room - len(kept))
+        kept_question = question
+    size = max(1, room - len(kept_question))
     step = size - min(STRIDE, size // 2)
     starts = range(0, max(1, len(context) - size + step), step)
-    return [sorted([*special, *kept, *context[start : start + size]]) for start in starts], is_truncated
+    return [
+        sorted([*special, *kept_question, *context[start : start + size]]) for start in starts
+    ], is_truncated

@@ -162,7 +162,7 @@ def test_answers_equal_run_qa(tmp_path, version_2, null):
     tokenizer = HubTokenizer(load_tokenizer(folder))
     windows, _ = encode_contexts(tokenizer, ["which river ?"], [LONG], 60)
     assert len(windows) > 3
-    found = set()
+    emptiness = set()
     for seed in range(8):
         draw = np.random.default_rng(seed)
         logits = [3 * draw.standard_normal((len(w.ids), 2)).astype(np.float32) for w in windows]
@@ -173,8 +173,8 @@ def test_answers_equal_run_qa(tmp_path, version_2, null):
         answer = best_answer(LONG, list(zip(windows, logits, strict=True)), version_2)
         assert (answer.answer, answer.score) == (expected[0], pytest.approx(expected[1], rel=1e-6))
         assert LONG[answer.start : answer.end] == answer.answer
-        found.add(answer.answer == "")
-    assert found == {version_2 and null == 9}
+        emptiness.add(answer.answer == "")
+    assert emptiness == {version_2 and null == 9}
 
 
 def test_answer_has_no_space_around_it_and_context_without_tokens_none(tmp_path):

@@ -137,12 +137,12 @@ class QuestionAnswerer:
 
 def answer_lines(model: QuestionAnswerer, texts: list[str]) -> list[str]:
     """Return the answer to each question, `text [start:end score]`; `[score]` if it is unanswerable."""
-    if without := next((text for text in texts if "\t" not in text), None):
+    if (without := next((text for text in texts if "\t" not in text), None)) is not None:
         raise ValueError(f"no context: write a tab between question and context, got {without[:60]!r}")
     lines = []
-    for found in model([(text.split("\t", 1)[0], text.split("\t", 1)[1]) for text in texts]):
-        text, score = found["answer"].translate(CONTROLS), f"{found['score']:.3f}"
-        lines.append(f"{text} [{found['start']}:{found['end']} {score}]" if text else f"[{score}]")
+    for answer in model([(text.split("\t", 1)[0], text.split("\t", 1)[1]) for text in texts]):
+        text, score = answer["answer"].translate(CONTROLS), f"{answer['score']:.3f}"
+        lines.append(f"{text} [{answer['start']}:{answer['end']} {score}]" if text else f"[{score}]")
     return lines
 
 

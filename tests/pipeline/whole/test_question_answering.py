@@ -219,7 +219,7 @@ def test_encoder_gets_head_for_start_and_end(tmp_path, source):
     ("finetune", "class_weights: balanced"), ("finetune", "sampling: balanced"),
     ("finetune", "packing: true"),
 ])  # fmt: skip
-def test_plan_refuses_what_needs_other_samples(tmp_path, stage, settings):
+def test_plan_refuses_settings_for_other_samples(tmp_path, stage, settings):
     masked.write_model(tmp_path / "m")
     for name in ("qa", "teacher", "teacher2"):
         questions.write_model(tmp_path / name)

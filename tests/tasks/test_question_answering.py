@@ -115,6 +115,15 @@ def test_question_keeps_half_of_a_window(tmp_path):
     assert {span for row in spans for span in row} == {span for span in full.offsets if span}
 
 
+def test_lowercased_context_keeps_its_characters(tmp_path):
+    tokenizer = HubTokenizer(load_tokenizer(questions.write_model(tmp_path / "m")))
+    tokenizer.lower = True
+    context = "\u0130 the CAT"  # in lower case the first letter is two characters
+    [window], _ = encode_contexts(tokenizer, ["who ?"], [context], 99)
+    [token_id] = tokenizer.encode_plain(["cat"])[0]
+    assert window.offsets[window.ids.index(token_id)] == (6, 9)
+
+
 @pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
 def test_loss_equals_that_of_transformers(tmp_path, family):
     folder = questions.write_model(tmp_path / "m", family)

@@ -325,8 +325,9 @@ class Finetune(Stage[FinetuneSettings]):
         if task_traits(task).output == "arrays":
             text = f"the samples of {task} have no labels. Use distill, which learns a teacher's outputs."
             errors.append(error_message("does-not-fit-task", text))
-        if settings.class_weights is not None and not task_traits(task).classifies:
-            text = f"only samples of {task_names(classifies=True)} have classes, not of {task}; remove it."
+        if settings.class_weights is not None and task_traits(task).output not in ("labels", "tags"):
+            names = f"{task_names(output='labels')} and {task_names(output='tags')}"
+            text = f"only samples of {names} have classes, not of {task}; remove it."
             errors.append(error_message("does-not-fit-task", text, setting="class_weights"))
         return errors
 

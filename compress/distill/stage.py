@@ -59,6 +59,11 @@ if TYPE_CHECKING:
 
 # The kinds of output for which a teacher's logits are cached. Masked tokens differ in each pass.
 _CACHED_OUTPUTS = ("text", "next-token", "labels", "embedding")
+# Kinds of output of which a student has one teacher, and why.
+_NOT_AVERAGED = {
+    "embedding": "the embeddings of several teachers are not in the same space and cannot be averaged",
+    "spans": "the starts and ends of several teachers are not averaged",
+}
 
 
 class Distill(Stage[DistillSettings]):
@@ -181,15 +186,8 @@ class Distill(Stage[DistillSettings]):
         """Return the errors, by setting, for this task and these samples."""
         settings = settings.resolve_for_task(task)
         errors = settings.losses.check_task(task) + training_task_errors(settings, task)
-        if len(settings.all_teachers()) > 1 and task_traits(task).output == "embedding":
-            errors.append(
-                error_message(
-                    "several-teachers",
-                    "the embeddings of several teachers are not in the same space and cannot be"
-                    " averaged. Set one teacher.",
-                    setting="teacher",
-                )
-            )
+        if len(settings.all_teachers()) > 1 and (reason := _NOT_AVERAGED.get(task_traits(task).output)):
+            errors.append(error_message("several-teachers", f"{reason}. Set one teacher.", setting="teacher"))
         if settings.sequence_level is not None and task_traits(task).output != "text":
             text = f"a teacher generates no targets for {task}; remove sequence_level."
             errors.append(error_message("does-not-fit-task", text, setting="sequence_level"))

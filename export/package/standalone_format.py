@@ -254,7 +254,8 @@ def curl_command(task: str) -> str:
     url = f"http://127.0.0.1:{PORT}/predict"
     if task_traits(task).modality == "image":
         return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
-    return f"""curl --json '{{"inputs": [{task_spec(task).command_input}]}}' {url}"""
+    spec = task_spec(task)
+    return f"""curl --json '{{"inputs": [{spec.service_input or spec.command_input}]}}' {url}"""
 
 
 def cpp_note(settings: Mapping[str, Any]) -> str:

@@ -107,6 +107,10 @@ BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u206
 _TAKES_AN = re.compile(r"[aeio]|u[lmp]|un(?!i|et)|[fhlmnrx](?![aeiouhlr])[\w]|[mnx]l", re.IGNORECASE)
 
 
+# For `str.translate` of a text that has to be one field of a line.
+CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
 def escape_controls(text: str) -> str:
     r"""Return `text` with control and direction characters as escapes such as \x1b; not newline and tab."""
     if text.isprintable():

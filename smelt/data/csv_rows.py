@@ -1,8 +1,8 @@
 """Read the rows of a file or of a hub data set, each with its position, independent of the task.
 
-Formats: JSON lines and JSON (also .gz), CSV and TSV (also .gz; commas, semicolons or tabs; fields of any
-length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub ids through `datasets`. Text files
-are read as a stream: one row at a time is in memory, not the file.
+Formats: JSON lines and JSON (also .gz; SQuAD's as `smelt.data.squad_rows`), CSV and TSV (also .gz; commas,
+semicolons or tabs; fields of any length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub
+ids through `datasets`. Text files are read as a stream: one row at a time is in memory, not the file.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from smelt.data.json_rows import (
     reject_duplicate_keys,
     require_object,
 )
+from smelt.data.squad_rows import flatten_articles
 from smelt.data.tasks import task_names
 
 # The longest field. Python's own limit, 131,072, is less than some documents; without a limit, an unclosed
@@ -206,9 +207,9 @@ def read_file_rows(path: Path) -> RowIterator:
     if kind in TABLE_SUFFIXES:
         return read_csv_rows(path)
     if kind in _JSON_LINES_SUFFIXES:
-        return _flatten_translation(_read_json_lines(path))
+        return flatten_articles(_flatten_translation(_read_json_lines(path)))
     if kind == ".json":
-        return _flatten_translation(read_json_rows(path))
+        return flatten_articles(_flatten_translation(read_json_rows(path)))
     if kind in CONLL_SUFFIXES:
         return read_conll_rows(path)
     text_hint = _PLAIN_TEXT_HINT if kind == ".txt" else ""

@@ -151,7 +151,10 @@ class Columns(BaseModel):
     input: str = Field(default="input", description="input of an instruction")
     output: str = Field(default="output", description="response to an instruction")
     choices: str = Field(default="choices", description="list of texts of which one is the right response")
-    answer: str = Field(default="answer", description="the right choice: its text, or its index from 0")
+    answer: str = Field(
+        default="answer",
+        description="the right choice: its text, or its index from 0; of a question the text of its answer",
+    )
     messages: str = Field(default="messages", description="list of messages with role and content")
     tokens: str = Field(default="tokens", description="list of words", examples=["tokens", "words"])
     tags: str = Field(
@@ -164,6 +167,17 @@ class Columns(BaseModel):
         description="list of entities of a text, with start, end (characters) and label",
         examples=["entities", "spans"],
     )
+    question: str = Field(default="question", description="question", examples=["question", "query"])
+    context: str = Field(
+        default="context",
+        description="text with the answer to a question",
+        examples=["context", "passage", "paragraph", "document"],
+    )
+    answers: str = Field(
+        default="answers",
+        description="answers to a question: text and answer_start (characters); none: it is unanswerable",
+        examples=["answers"],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +187,8 @@ class Example:
     Translation, summarization, text generation: `references`; classification: `label`, optionally
     `text_pair`; sentence similarity: optionally `text_pair`, and with it optionally the score as a float
     `label`; image classification: `label`, and an image reference as the text; token classification: the tag
-    of each word as `label`.
+    of each word as `label`; question answering: the context as `text_pair`, the answers as `references`, and
+    the first character of each as `label`, both empty if the question is unanswerable.
 
     words: of a sample that is split into words; its text is the words joined with spaces. Empty: the words of
     the text are `smelt.data.tags.split_words`.

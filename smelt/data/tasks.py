@@ -20,6 +20,7 @@ Task = Literal[
     "sentence-similarity",
     "masked-language-modeling",
     "token-classification",
+    "question-answering",
     "image-classification",
     "custom",
 ]
@@ -34,9 +35,9 @@ class TaskTraits:
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
     (smelt.data.images); arrays of any meaning."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
-    output: Literal["text", "next-token", "masked-tokens", "labels", "tags", "embedding", "arrays"]
+    output: Literal["text", "next-token", "masked-tokens", "labels", "tags", "spans", "embedding", "arrays"]
     """What is scored: generated text, the probability of each next token or of masked tokens, labels of a
-    sample, a tag for each of its words, its embedding, or arrays."""
+    sample, a tag for each of its words, a span of its second text, its embedding, or arrays."""
     auto_class: str | None
     """The class of transformers that makes a model of a config; None for third-party graphs."""
     text_pair: Literal["joined", "separate"] | None = None
@@ -54,8 +55,8 @@ class TaskTraits:
 
     @property
     def classifies(self) -> bool:
-        """Whether the head has an output for each class of the data: of a sample, or of its words."""
-        return self.output in ("labels", "tags")
+        """Whether the head has outputs of its own: for classes of samples or words, or for start and end."""
+        return self.output in ("labels", "tags", "spans")
 
     @property
     def generates(self) -> bool:
@@ -85,6 +86,7 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
         "running-text", "encoder", "masked-tokens", "AutoModelForMaskedLM"
     ),
     "token-classification": TaskTraits("texts", "encoder", "tags", "AutoModelForTokenClassification"),
+    "question-answering": TaskTraits("texts", "encoder", "spans", "AutoModelForQuestionAnswering", "joined"),
     "image-classification": TaskTraits("images", "encoder", "labels", "AutoModelForImageClassification"),
     # Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
     "custom": TaskTraits("arrays", "any", "arrays", None),

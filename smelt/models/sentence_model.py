@@ -104,9 +104,19 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor | None, rules: SentenceRules
 
 
 def head_output(output: Any) -> Tensor:
-    """Return the output of a transformers model's head: logits, or the vectors of texts."""
+    """Return the output of a transformers model's head: logits, or the vectors of texts.
+
+    Logits of spans are float [B, L, 2], for each token those of a start and of an end.
+    """
+    if has_span_logits(output):
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
     result: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
     return cast("Tensor", result)
+
+
+def has_span_logits(output: Any) -> bool:
+    """Return whether a transformers model's output has logits of spans."""
+    return getattr(output, "start_logits", None) is not None
 
 
 def as_bare_encoder(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

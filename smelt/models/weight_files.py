@@ -269,6 +269,7 @@ def _named_by_config(folder: Path) -> str | None:
 
 
 _POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
+_CLASSIFIER = r"(pre_)?classifier\..+"
 
 
 def is_unused_tensor(family: str, name: str, new_head: bool = False, embeds: bool = False) -> bool:
@@ -286,7 +287,7 @@ def is_unused_tensor(family: str, name: str, new_head: bool = False, embeds: boo
         if family_info is None
         else family_info.unused_tensors + (family_info.other_head_tensors if new_head or embeds else ())
     )
-    patterns += (_POOLER,) if embeds else ()
+    patterns += ((_POOLER,) if embeds else ()) + ((_CLASSIFIER,) if new_head else ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from smelt.core.errors import InputError
+from smelt.core.messages import CONTROL_ESCAPES
 from smelt.core.process_group import map_batches, merge_shares, process_count
 from smelt.data.labels import class_names
 from smelt.data.splits import Example
@@ -124,11 +125,7 @@ def _entities(example: Example, tagged: WordTags, scheme: TagScheme) -> list[Ent
     return entities
 
 
-# Escapes control characters, so that an entity is one field of a line.
-_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-
-
 def entity_text(entity: Entity) -> str:
     """Return an entity as `smelt predict` prints it: `Ada Lovelace [PER 0:12 0.998]`."""
-    text, label = (value.translate(_CONTROL_ESCAPES) for value in (entity.word, entity.entity_group))
+    text, label = (value.translate(CONTROL_ESCAPES) for value in (entity.word, entity.entity_group))
     return f"{text} [{label} {entity.start}:{entity.end} {entity.score:.3f}]"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smelt.core.messages import CONTROL_ESCAPES
 from smelt.data.labels import LABEL_SEPARATOR, class_names, problem_type
 from smelt.data.splits import Example
 from smelt.tasks.spec import TaskSpec
@@ -49,10 +50,6 @@ class Classification(TaskSpec):
         return {"label": result.label, "probabilities": dict(result.probabilities)}
 
 
-# Escapes control characters in class names.
-_CONTROL_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-
-
 def prediction_text(prediction: ClassPrediction) -> str:
     """Return the output line of `smelt predict` for a prediction.
 
@@ -66,7 +63,7 @@ def prediction_text(prediction: ClassPrediction) -> str:
         return "-\t-"
     chances = (f"{prediction.probabilities[name]:.3f}" for name in names)
     return (
-        LABEL_SEPARATOR.join(name.translate(_CONTROL_ESCAPES) for name in names)
+        LABEL_SEPARATOR.join(name.translate(CONTROL_ESCAPES) for name in names)
         + "\t"
         + LABEL_SEPARATOR.join(chances)
     )

@@ -52,6 +52,8 @@ class TaskSpec:
     """The method of `smelt.load`'s models."""
     command_input: ClassVar[str] = '"TEXT"'
     """An input of `smelt predict` in a hint."""
+    service_input: ClassVar[str | None] = None
+    """An input of a package's service as JSON; None if it is `command_input`."""
 
     # Latency, from the input of a user to the result.
     call: ClassVar[str] = "text to text"

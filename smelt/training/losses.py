@@ -10,7 +10,7 @@ embedder learns the order of pairs' scores. `label_objective` is the loss of a m
 no training loop, so that stages measure with it without transformers' Trainer, which takes seconds to import.
 
 Shapes: N = rows (batch times positions), V = vocabulary or classes, B = batch (pairs or texts), C = classes,
-T = texts of a batch (2 B for pairs: all first texts first), D = width.
+T = texts of a batch (2 B for pairs: all first texts first), D = width, L = tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.data.labels import REGRESSION
-from smelt.models.sentence_model import head_output
+from smelt.models.sentence_model import has_span_logits, head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.tasks.samples import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
 
@@ -357,12 +357,15 @@ def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
 def model_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the logits: float [B, T, V] for a generating model, [B, C] for a classifier.
 
-    `labels` are not passed to the model.
+    Those of spans are [B, 2, L]: the classes of a start and an end are the tokens, padding included, as in
+    transformers' loss. `labels` are not passed to the model.
     """
     inputs = model_inputs(batch)
     labels = batch["labels"]  # int64 [B, L] for generating models, which could return a cache
     no_cache = {"use_cache": False} if labels.dim() == 2 and not labels.is_floating_point() else {}
-    return head_output(model(**inputs, **no_cache))
+    output = model(**inputs, **no_cache)
+    logits = head_output(output)
+    return logits.transpose(1, 2) if has_span_logits(output) else logits
 
 
 def class_weighted_loss(

@@ -75,6 +75,32 @@ def test_scores_equal_squad():
     assert scores["exact_match"].chance == scores["token_f1"].chance == 0
 
 
+def _squad_2_scores(prediction, gold):
+    """Exact match and F1 of one question by SQuAD v2.0's evaluation script."""
+    gold = [text for text in gold if _squad_normalize(text)] or [""]
+    words, gold_words = _squad_normalize(prediction).split(), [_squad_normalize(g).split() for g in gold]
+    f1 = [
+        _squad_f1(prediction, text) if words and reference else int(words == reference)
+        for text, reference in zip(gold, gold_words, strict=True)
+    ]
+    return max(int(words == reference) for reference in gold_words), max(f1)
+
+
+def test_unanswerable_questions_are_scored_as_squad_2():
+    # answered and right, answered without need, missed, only an article, references without words
+    predictions = ["", "the cat", "", "the", "", "a cat sat"]
+    references = [[""], [""], ["cat"], [""], ["a", "the"], ["cat sat", "dog"]]
+    expected = [_squad_2_scores(p, r) for p, r in zip(predictions, references, strict=True)]
+    assert expected == [(1, 1), (0, 0), (0, 0), (1, 1), (1, 1), (1, 1)]
+    scores = score_texts(["exact_match", "token_f1"], predictions + PREDICTIONS, references + REFERENCES)
+    expected += [_squad_2_scores(p, r) for p, r in zip(PREDICTIONS, REFERENCES, strict=True)]
+    assert scores["exact_match"].value == pytest.approx(100 * np.mean([exact for exact, _ in expected]))
+    assert scores["token_f1"].value == pytest.approx(100 * np.mean([f1 for _, f1 in expected]))
+    assert {score.chance for score in scores.values()} == {100 * 3 / 13}
+    # of version 1.1, the same prediction and reference without words have F1 0
+    assert score_texts(["token_f1"], [""], [["the"]])["token_f1"].value == 0
+
+
 def test_exact_match_uses_wilson_interval_and_mcnemar_test():
     [score] = score_texts(["exact_match"], PREDICTIONS, REFERENCES).values()
     hits = sum(right for right, _ in score.statistics.rows)

@@ -11,7 +11,7 @@ from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.inspect.model_info import inspect_model
 from tests.support.expected_errors import raises_code
-from tests.support.models import embedders, init_models, masked, taggers, tiny
+from tests.support.models import embedders, init_models, masked, questions, taggers, tiny
 from tests.support.pairs import matrix
 
 
@@ -39,6 +39,8 @@ def _row(task, index, label):
     if task == taggers.TASK:
         words = sentence.split()
         return {"tokens": words, "tags": ["O", "B-NAME", *["O"] * (len(words) - 2)]}
+    if task == questions.TASK:
+        return {"question": f"{sentence} ?", "context": sentence, "answer": sentence}
     if task == "text-generation":
         return {"question": sentence, "answer": sentence[::-1]}
     if task in ("language-modeling", masked.TASK):
@@ -99,7 +101,7 @@ def test_init_recipe_plans_for_every_family_and_data_layout(tmp_path, models, mo
     )
     assert "test" in plan.splits
     trains = [step.stage for step in plan.steps if step.trains]
-    if "calibration" in plan.splits and task in ("text-classification", taggers.TASK):
+    if "calibration" in plan.splits and task in ("text-classification", taggers.TASK, questions.TASK):
         assert not trains or family == "bare"  # few rows are not worth a distillation
     else:
         assert bool(trains) == ("train" in plan.splits)

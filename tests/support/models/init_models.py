@@ -10,7 +10,7 @@ from typing import Any
 from smelt.models.families.registry import FAMILIES, FAMILIES_BY_TASK
 from smelt.pipeline.inspect.init_recipe import init_recipe
 from smelt.pipeline.plan.load_plan import load_plan
-from tests.support.models import embedders, every_family, masked, taggers, untrained_models
+from tests.support.models import embedders, every_family, masked, questions, taggers, untrained_models
 from tests.support.shared_folders import make_once
 
 # those that have to be told their languages have a test of their own
@@ -21,15 +21,18 @@ FAMILY_TASKS = [(f, task) for f, task in FAMILY_TASKS if FAMILIES[f].language_se
 
 
 def make_models() -> dict[str, Path]:
-    """Return models by name: families, `FAMILY-embedder`, `FAMILY-masked`, `FAMILY-tagger`, mBART, `bare`."""
+    """Return models by name: families, `FAMILY-embedder`, `-masked`, `-tagger`, `-reader`, mBART, `bare`."""
     home = make_once("for-init", _write_models)
     return {folder.name: folder / "m" for folder in home.iterdir()}
 
 
 def model_for(models: dict[str, Path], family: str, task: str) -> Path:
     """Return the model of `family` that is for `task`: a sentence embedder is no classifier."""
-    suffix = {embedders.TASK: "-embedder", masked.TASK: "-masked", taggers.TASK: "-tagger"}.get(task, "")
-    return models[f"{family}{suffix}"]
+    suffixes = {
+        embedders.TASK: "-embedder", masked.TASK: "-masked", taggers.TASK: "-tagger",
+        questions.TASK: "-reader",
+    }  # fmt: skip
+    return models[f"{family}{suffixes.get(task, '')}"]
 
 
 def _write_models(home: Path) -> None:
@@ -44,6 +47,9 @@ def _write_models(home: Path) -> None:
     for family in masked.FAMILIES:
         (home / f"{family}-masked").mkdir()
         masked.write_model(home / f"{family}-masked" / "m", family)
+    for family in questions.FAMILIES:
+        (home / f"{family}-reader").mkdir()
+        questions.write_model(home / f"{family}-reader" / "m", family)
     for family in taggers.FAMILIES:
         (home / f"{family}-tagger").mkdir()
         taggers.write_model(

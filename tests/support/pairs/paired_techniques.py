@@ -16,7 +16,7 @@ from typing import Any
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.schemes.registry import SCHEMES
-from tests.support.models import causal, embedders, every_family, images, masked, taggers, tiny
+from tests.support.models import causal, embedders, every_family, images, masked, questions, taggers, tiny
 from tests.support.schemes import small_settings
 
 
@@ -44,7 +44,8 @@ MODELS: dict[str, TinyModel] = {
 MODELS["embedder"] = TinyModel("bert", "sentence-similarity", embedders.write_embedder)
 MODELS["masked"] = TinyModel("bert", masked.TASK, masked.write_model)
 MODELS["tagger"] = TinyModel("bert", taggers.TASK, taggers.write_model)
-"""Each family, and an embedder, a masked language model and a token classifier, trained otherwise."""
+MODELS["reader"] = TinyModel("bert", questions.TASK, questions.write_model)
+"""Each family, and an embedder, a masked language model, a token classifier and one that marks answers."""
 LANGUAGES = {
     "mbart": {"source_language": "en_XX", "target_language": "de_DE"},
     "m2m_100": {"source_language": "eng_Latn", "target_language": "deu_Latn"},
@@ -54,7 +55,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "text-classification": tiny.write_labeled, images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     "sentence-similarity": embedders.write_rows, masked.TASK: masked.write_lines,
-    taggers.TASK: taggers.write_rows,
+    taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows,
 }  # fmt: skip
 
 

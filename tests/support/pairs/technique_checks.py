@@ -62,6 +62,8 @@ def outputs_of(model: Any) -> Any:
     """Return what a model of any kind makes of two fixed inputs; tokens beyond its vocabulary never come."""
     import torch
 
+    from smelt.models.sentence_model import head_output
+
     draw = torch.Generator().manual_seed(0)
     config = model.config
     with torch.no_grad():
@@ -70,7 +72,7 @@ def outputs_of(model: Any) -> Any:
         ids = torch.randint(5, 18, (2, 9), generator=draw)
         decoder_inputs = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
         outputs = model(ids, **decoder_inputs)
-    return outputs.logits if hasattr(outputs, "logits") else outputs.sentence_embedding
+    return head_output(outputs)
 
 
 def count_model(folder: Path) -> ModelCounts:

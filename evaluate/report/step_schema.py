@@ -130,7 +130,8 @@ class LatencyReport(ReportModel):
 
     stable: whether a speed may be claimed; where it is False, `cause` and `reason` (text) are why not.
     cpu_speedup: by processor time; it is known also where other work disturbs the wall clock.
-    baseline_p50_ms: the baseline's median call in the same rounds. graph_ms: the median time of a call's graphs alone.
+    baseline_p50_ms: the baseline's median call in the same rounds. graph_ms: the median time of a call's
+    graphs alone.
     """
 
     batch_size: int = Field(ge=1)

@@ -155,7 +155,7 @@ class TorchBackend(NoGenerationGraphs):
         hidden = hidden[:, hidden.shape[1] - last :]
         if not last:
             return torch.empty((*hidden.shape[:2], 0))
-        return decoder_logits(self.model, hidden).float()
+        return cast("Tensor", decoder_logits(self.model, hidden)).float()
 
     @torch.inference_mode()
     def reorder_cache(self, held: TorchDecodeState, rows: Tokens, shared: bool) -> None:

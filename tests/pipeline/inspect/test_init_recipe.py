@@ -21,7 +21,7 @@ from smelt.pipeline.inspect.init_recipe import (
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml, yaml_scalar
-from tests.support.models import causal, embedders, init_models, masked, taggers, tiny
+from tests.support.models import causal, embedders, init_models, masked, questions, taggers, tiny
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def _data(folder, task):
                 "text-generation": causal.write_prompts,
                 embedders.TASK: embedders.write_rows,
                 taggers.TASK: taggers.write_entities,
+                questions.TASK: questions.write_questions,
             }
             write = others.get(task, tiny.write_pairs)
             write(folder / f"my-{split}.jsonl", 8)
@@ -69,7 +70,7 @@ def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
-    classifies = task in ("text-classification", taggers.TASK)
+    classifies = task in ("text-classification", taggers.TASK, questions.TASK)
     recovers = [] if classifies else ["distill"]  # so few rows give a classifier nothing
     assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"

@@ -20,7 +20,7 @@ from smelt.pipeline.inspect.init_stages import (
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml
-from tests.support.models import causal, embedders, images, init_models, masked, taggers, tiny
+from tests.support.models import causal, embedders, images, init_models, masked, questions, taggers, tiny
 
 # half of the layers, half of the neurons, one training
 NARROW = ["drop-layers", "prune", "distill", "onnx", "quantize", "onnx"]
@@ -42,6 +42,7 @@ def rows(folder, task):
             "text-generation": causal.write_prompts,
             embedders.TASK: embedders.write_rows,
             taggers.TASK: taggers.write_entities,
+            questions.TASK: questions.write_questions,
         }
         write = others.get(task, tiny.write_pairs)
         write(folder / "train.jsonl", 40)
@@ -64,7 +65,7 @@ def test_fast_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert not plan.blocked_steps
     counts = layer_counts(inspect_model(str(model), task))
-    if task in ("text-classification", taggers.TASK):
+    if task in ("text-classification", taggers.TASK, questions.TASK):
         (count,) = counts.values()
         stages = [step.stage for step in plan.steps if step.name not in ALONE]
         assert stages[-len(NARROW) :] == NARROW if count > 1 else stages[-len(NARROW) + 1 :] == NARROW[1:]

@@ -31,7 +31,7 @@ class CompressedTensorsFormat(QuantizedFolderFormat):
 
     name: ClassVar[str] = "compressed-tensors"
     summary: ClassVar[str] = "a quantized language model for vLLM, SGLang, TensorRT-LLM and transformers"
-    description: ClassVar[str] = "integers times a scale of a group, or symmetric int8 weights per row"
+    description: ClassVar[str] = "integers times a scale of a group, or symmetric int8 or fp8 weights per row"
     requirements: ClassVar[str] = _PACKAGE
 
     def has_form(self, args: Mapping[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """What old checkpoints hold for nothing is left aside; nothing else is."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -112,7 +114,8 @@ def test_heads_are_ignored_only_if_a_new_one_is_created():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_model_tensor_is_unused(models, family):
     _, tensors, _ = models(family)
-    assert [name for name in tensors if is_unused_tensor(family, name, new_head=True)] == []
+    inner_tensors = [name for name in tensors if not re.match(r"(pre_)?classifier\.", name)]
+    assert [name for name in inner_tensors if is_unused_tensor(family, name, new_head=True)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

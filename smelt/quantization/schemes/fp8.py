@@ -134,6 +134,15 @@ class Fp8(Int8PerChannel):
             INPUT_SCALE: StoredTensor((), "float32", calibrated=True),
         }
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any]:
+        """Return a scale per row, with activations in E4M3 by token, as vLLM computes them."""
+        args = {"num_bits": 8, "type": "float", "symmetric": True}
+        return {
+            "format": "float-quantized",
+            "weights": args | {"strategy": "channel"},
+            "input_activations": args | {"strategy": "token", "dynamic": True},
+        }
+
     def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the scale of the range."""
         import torch

@@ -27,6 +27,7 @@ CODES = {
     "int8-dynamic": {"scheme": "int8-dynamic"},
     "one scale": {"scheme": "int8-dynamic", "granularity": "tensor"},
     "int8-static": {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0},
+    "fp8": {"scheme": "fp8", "calibration_samples": 4, "sensitivity_samples": 0},
     "int8-groupwise": {"scheme": "int8-groupwise", "symmetric": False, **GROUPED},
     "int4": {"scheme": "int4", **GROUPED},
     "int4, zero points": {"scheme": "int4", "symmetric": False, **GROUPED},

@@ -131,6 +131,22 @@ def test_int8_rows_are_read_with_activations_by_token(scheme, tmp_path):
     assert (by_token - harness.logits(load_model(source)[0])).abs().mean() < 0.1 * by_token.std()
 
 
+@pytest.mark.filterwarnings(IGNORED_CONFIG)
+def test_fp8_rows_are_read_as_e4m3(tmp_path):
+    model = every_family.model_with_layers("llama", 1)
+    source = every_family.run_stage(
+        Quantize(), QuantizeSettings(scheme="fp8"), model, "llama", tmp_path / "source"
+    ).out
+    folder = package("compressed-tensors", source, tmp_path / "out")
+    model = read_by_transformers(folder, dequantize=True)
+    for name, weight in smelt_weights(source).items():
+        assert torch.equal(model.get_submodule(name).weight, weight), name
+    stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert stored.dtype == torch.float8_e4m3fn
+    args = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert args["format"] == "float-quantized"
+
+
 def test_different_layers_are_groups_of_their_own(tmp_path):
     """vLLM and transformers look a layer's bits up by its name."""
     mixed = MixedPrecision(target_bits=6, bit_widths=[4, 8])
@@ -221,12 +237,12 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
     write_edits(tmp_path / "source", [
         {"op": "quantize", "module": "model.layers.0.mlp.up_proj", "scheme": name, **options}
     ])  # fmt: skip
-    affine = name.startswith("int") or name == "bnb-int8"
+    has_form = name.startswith("int") or name in ("bnb-int8", "fp8")
     refusals = {form: refusal(form, tmp_path / "source") for form in FORMATS}
     codes = {form: why and why.code for form, why in refusals.items()}
     expected = "unsupported-scheme"
     assert codes == {
-        "compressed-tensors": None if affine else expected,
+        "compressed-tensors": None if has_form else expected,
         "gptq": None if name == "int4" else expected, "awq": None if name == "int4" else expected,
     }  # fmt: skip
 

@@ -146,7 +146,7 @@ def test_other_tasks_are_refused(folder):
 
 @pytest.mark.parametrize(("function", "stage"), [
     ("cnn", "prune: {keep_ratio: 0.5}"), ("cnn", "prune: {targets: [width]}"), ("cnn", "rotate"),
-    ("cnn", "drop-layers: {layers: 1}"), ("cnn", "share-weights: {group_size: 2}"),
+    ("cnn", "drop-layers: {layers: 1}"), ("cnn", "share-weights: {layers_per_group: 2}"),
     ("cnn", "sparsify"), ("mixer", "sparsify: {targets: [ffn]}"), ("cnn", "factorize"),
     ("cnn", "factorize: {targets: embeddings}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
     ("mixer", "quantize: {scheme: int4, method: awq}"),

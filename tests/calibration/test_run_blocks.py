@@ -135,7 +135,7 @@ def test_offloaded_states_equal_states_in_memory(tmp_path):
 
 def test_layer_shared_by_blocks_is_observed_in_all_of_them(tmp_path):
     model, edits = load_model(every_family.model_with_layers("bert", 3))
-    share_layers(model, edits, ShareWeightsSettings(group_size=3))
+    share_layers(model, edits, ShareWeightsSettings(layers_per_group=3))
     rows = rows_for(model, ((2, 9),))
     names = [block.feed_forward.down for block in blocks_of(model)]
     expected = fed(model, rows, [names[0]])[names[0]]

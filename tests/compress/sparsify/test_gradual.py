@@ -195,7 +195,7 @@ def test_finalize_without_updates_applies_full_sparsity(tmp_path):
 def test_shared_layer_has_one_mask(tmp_path):
     source = every_family.model_with_layers("bert", 2)
     ctx = every_family.run_stage(
-        ShareWeights(), ShareWeightsSettings(group_size=2), source, "bert", tmp_path / "shared"
+        ShareWeights(), ShareWeightsSettings(layers_per_group=2), source, "bert", tmp_path / "shared"
     )
     model = harness.load_output_model(ctx)
     assert len(GradualSparsifier(model, GradualSparsitySettings()).layers) == 6

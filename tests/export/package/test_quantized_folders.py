@@ -221,7 +221,7 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
     write_edits(tmp_path / "source", [
         {"op": "quantize", "module": "model.layers.0.mlp.up_proj", "scheme": name, **options}
     ])  # fmt: skip
-    affine = name.startswith("int") or name == "bnb-int8"
+    affine = name.startswith("int")
     refusals = {form: refusal(form, tmp_path / "source") for form in FORMATS}
     codes = {form: why and why.code for form, why in refusals.items()}
     expected = "unsupported-scheme"

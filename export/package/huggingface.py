@@ -29,7 +29,9 @@ from smelt.export.package.hub_files import (
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.export.package.write_package import copy_artifact
 from smelt.models.edits import Edit, read_edits
+from smelt.models.families.registry import find_family
 from smelt.models.text_rules import SHORTLIST_FILE as SHORTLIST
+from smelt.models.weight_files import WEIGHTS_INDEX_FILE, find_weights
 from smelt.tasks.registry import task_spec
 
 _CARD = " (its model card)"
@@ -114,7 +116,9 @@ class HuggingFaceFormat:
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Copy the artifact; change its tokenizer class to one that transformers 4 supports too."""
-        return copy_hub_folder(artifact, origin, folder)
+        usage = copy_hub_folder(artifact, origin, folder)
+        write_published_names(folder)
+        return usage
 
 
 def require_config_structure(edits: Iterable[Edit]) -> None:
@@ -176,6 +180,25 @@ def copy_hub_folder(
         notes=tuple(notes),
         front_matter=card_front_matter(task, origin, library),
     )
+
+
+def write_published_names(folder: Path) -> None:
+    """Give the tensors in `folder` the names in transformers' files, which other programs read."""
+    from safetensors.torch import load, save_file
+
+    from smelt.models.checkpoint import rename_tensor
+
+    family = find_family(read_json_object(folder / "config.json"))
+    pairs = family.published_tensors if family else ()
+    if not pairs:
+        return
+    for path in find_weights(folder).files:
+        tensors = {rename_tensor(name, pairs): tensor for name, tensor in load(path.read_bytes()).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    if (folder / WEIGHTS_INDEX_FILE).is_file():
+        index = read_json_object(folder / WEIGHTS_INDEX_FILE)
+        names = {rename_tensor(name, pairs): file for name, file in index["weight_map"].items()}
+        write_json(folder / WEIGHTS_INDEX_FILE, index | {"weight_map": names})
 
 
 def _describe_edit(op: str, count: int) -> str:

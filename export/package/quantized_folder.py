@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.files import read_json_object, write_json
-from smelt.export.package.huggingface import copy_hub_folder, require_config_structure
+from smelt.export.package.huggingface import (
+    copy_hub_folder,
+    require_config_structure,
+    write_published_names,
+)
 from smelt.export.package.package_format import PackageOrigin, SupportedArtifacts, UsageNotes
 from smelt.models.edits import STRUCTURE_FILE, Edit, quantize_edit_options, read_edits
 from smelt.models.families.family import DECODER_TASKS
@@ -150,6 +154,7 @@ class QuantizedFolderFormat(ABC):
         tensors, config, notes = self._convert(artifact.path)
         save_file(dict(sorted(tensors.items())), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(folder / "config.json", config)
+        write_published_names(folder)
         return replace(
             usage,
             install=f"{usage.install} {self.requirements}",

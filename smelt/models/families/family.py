@@ -409,6 +409,8 @@ class Family:
     """Whether the models are PyTorch modules of the user's own, of any architecture, without a layout."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
     """Pairs of a pattern and its replacement, tried in order, for tensor names in older checkpoints."""
+    published_tensors: tuple[tuple[str, str], ...] = ()
+    """Such pairs from the model's tensor names to those in transformers' files, where these differ."""
     conv_and_norm: tuple[str, str] | None = None
     """The names of a convolution and the batch norm that alone uses its output, in any module with both."""
     conv_chain: str | None = None

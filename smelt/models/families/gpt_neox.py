@@ -27,6 +27,7 @@ FAMILY = Family(
     tokenizer_files=TokenizerFiles(),
     tokenizer_spec=GPT2_TOKENIZER,
     renamed_tensors=((r"^embed_out\.", "lm_head."),),
+    published_tensors=((r"^lm_head\.", "embed_out."),),
     # the causal mask of each layer, the value for minus infinity, and angles
     unused_tensors=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     unsupported_config=unsupported_config,

@@ -142,6 +142,10 @@ class BnbInt8(Int8PerChannel):
         """Return None: scales are computed from the weights by bitsandbytes."""
         return None
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
+        """Return None: other programs divide by 127 before they multiply, which differs in the last bit."""
+        return None
+
     def dequantize(self, codes: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return code * scale / 127."""
         return codes.float() * grid["scales"][..., None] * _STEP

@@ -92,7 +92,8 @@ def test_rotated_model_equals_original(family, trained_norms, tmp_path):
         ctx = rotate(source, family, tmp_path / "out", **settings)
     original, rotated = load_model(source)[0], load_model(ctx.out)[0]
     expected = outputs(original)
-    torch.testing.assert_close(outputs(rotated), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    # mT5's scores have no divisor: in float32 the original itself is off by 1e-5 from float64
+    torch.testing.assert_close(outputs(rotated), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
     assert ctx.warnings == []
 
     for attention in model_attentions(original):

@@ -16,6 +16,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import sha256_of
 from smelt.export.package.compressed_tensors_format import CompressedTensorsFormat
 from smelt.export.package.gptq_awq_formats import AwqFormat, GptqFormat
+from smelt.export.package.huggingface import HuggingFaceFormat
 from smelt.export.package.package_format import PackageOrigin
 from smelt.export.package.write_package import unsupported_format, write_package
 from smelt.models.checkpoint import load_model
@@ -237,7 +238,7 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
     write_edits(tmp_path / "source", [
         {"op": "quantize", "module": "model.layers.0.mlp.up_proj", "scheme": name, **options}
     ])  # fmt: skip
-    has_form = name.startswith("int") or name in ("bnb-int8", "fp8")
+    has_form = name.startswith("int") or name == "fp8"
     refusals = {form: refusal(form, tmp_path / "source") for form in FORMATS}
     codes = {form: why and why.code for form, why in refusals.items()}
     expected = "unsupported-scheme"
@@ -303,3 +304,21 @@ def test_gptqmodel_logits_equal_artifact(tmp_path):
     for source, folder in zip(sources, folders, strict=True):
         expected = harness.logits(load_model(source)[0]).numpy()
         assert np.abs(np.load(folder / "logits.npy") - expected).max() < 0.05 * expected.std(), folder
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "huggingface"])
+def test_tensors_have_the_names_of_files_that_transformers_writes(form, tmp_path):
+    source = every_family.model_with_layers("gpt_neox", 1)
+    if form != "huggingface":
+        settings = QuantizeSettings(scheme="int4", **FLOAT_ACTIVATIONS)
+        source = every_family.run_stage(Quantize(), settings, source, "gpt_neox", tmp_path / "source").out
+    (tmp_path / "out").mkdir()
+    form_class = FORMATS.get(form) or HuggingFaceFormat()
+    form_class.write(as_artifact(source), PackageOrigin(), tmp_path / "out")
+    model = read_by_transformers(tmp_path / "out")
+    assert torch.equal(harness.logits(model), harness.logits(load_model(source)[0]))
+    transformers.AutoModelForCausalLM.from_config(model.config).save_pretrained(tmp_path / "plain")
+    plain, names = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("plain", "out"))
+    packed = ("weight_packed", "weight_scale", "weight_shape")
+    assert {name for name in names if not name.endswith(packed)} <= plain
+    assert "embed_out.weight" in names

@@ -126,6 +126,10 @@ class Fp8(Int8PerChannel):
         """Return None: values are no whole multiples of a scale."""
         return None
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any] | None:
+        """Return None: the codes are floats, not the integers of int8."""
+        return None
+
     def stored_tensors(self, rows: int, width: int, options: SchemeOptions) -> dict[str, StoredTensor]:
         """Return the specs of a byte per weight, a scale per row, and the scale of the activations."""
         return {

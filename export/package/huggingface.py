@@ -193,7 +193,7 @@ def _example_code(
         f"from transformers import AutoTokenizer, {name}{imports}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',
         f'model = {name}.from_pretrained("."{argument}).eval()',
-        f'inputs = tokenizer([{text!r}], return_tensors="pt")',
+        f'inputs = tokenizer({arguments}, return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):
         lines.append(f"found = model.generate(**inputs{generate_arguments(origin)})")

@@ -41,6 +41,7 @@ class QuestionAnswering(TaskSpec):
     service_input = '{"question": "QUESTION", "context": "CONTEXT"}'
     call = "question to answer"
     call_includes = "tokenizing is"
+    postprocessing = "answers"
     sample_noun = "questions"
     rate_unit = "questions/s"
     row_example = (

@@ -283,7 +283,7 @@ def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) 
     parts_by_name = {name: row["parts"] for name, row in latency_rows.items() if row["parts"]}
     if not parts_by_name:
         return []
-        spec = task_spec(task)
+    spec = task_spec(task)
     heads = _PART_HEADINGS | {"tokenizing_ms": spec.preprocessing, "rest_ms": spec.postprocessing}
     columns = [key for key in next(iter(parts_by_name.values())) if key in heads]
     lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]

@@ -318,7 +318,7 @@ def recipe_text(
     last = gated_step(model_info, train) if model_info.quantization else last
     lines += [
         "# Limits; the run exits with 3 if one is exceeded:",
-        f"# gates: {{{metric}: {{max_degradation: 1.0}}, speedup: {{min: 1.5, at: {last}}}}}",
+        f"# gates: {{{metric}: {{max_degradation: 1}}, speedup: {{min: 1.5, at: {last}}}}}",
     ]
     return "\n".join(lines) + "\n"
 

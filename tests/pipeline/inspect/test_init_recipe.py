@@ -21,7 +21,7 @@ from smelt.pipeline.inspect.init_recipe import (
 from smelt.pipeline.inspect.model_info import inspect_model
 from smelt.pipeline.plan.load_plan import load_plan
 from smelt.pipeline.recipe.yaml_file import parse_yaml, yaml_scalar
-from tests.support.models import causal, embedders, init_models, masked, taggers, tiny
+from tests.support.models import causal, embedders, init_models, masked, questions, taggers, tiny
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,8 @@ def _data(folder, task):
     for split in ("train", "dev", "test"):
         if task in ("language-modeling", masked.TASK):
             (folder / f"{split}.txt").write_text("\n".join(tiny.SENTENCES * 3))
+        elif task == questions.TASK:
+            questions.write_rows(folder / f"my-{split}.jsonl")
         else:
             others = {
                 "text-classification": tiny.write_labeled,
@@ -69,7 +71,7 @@ def test_init_recipe_plans_for_every_family_and_task(tmp_path, models, monkeypat
     plan = load_plan(path)
     assert plan.recipe.task == task
     assert set(plan.recipe.data.split_sources()) == {"train", "validation", "test"}
-    classifies = task in ("text-classification", taggers.TASK)
+    classifies = task in ("text-classification", taggers.TASK, questions.TASK)
     recovers = [] if classifies else ["distill"]  # so few rows give a classifier nothing
     assert stages(plan) == ["prune", *recovers, "onnx", "quantize", "onnx", "quantize", "onnx"]
     assert plan.step("onnx-int8").parent == "int8"

@@ -217,8 +217,12 @@ def timing_parts(
 ) -> list[tuple[str, float | None]]:
     """Return (name, ms) of the parts of a call, in their order."""
     if isinstance(timings, ClassifierTimings):
-        first_part = find_task(report).preprocessing
-        return [(first_part, timings.tokenizing_ms), ("model", timings.model_ms), ("labels", timings.rest_ms)]
+        task = find_task(report)
+        return [
+            (task.preprocessing, timings.tokenizing_ms),
+            ("model", timings.model_ms),
+            (task.postprocessing, timings.rest_ms),
+        ]
     first = "prefill" if report.recipe.get("task") in tasks_with(architecture="decoder") else "encoder"
     return [
         ("tokenizing", timings.tokenizing_ms),

@@ -212,15 +212,22 @@ def _example_code(
     name, text = task_traits(task).auto_class, with_prefix(source, "A text.")
     imports = f", {config_class}" if config_class else ""
     argument = f", quantization_config={config_class}({config_arguments})" if config_class else ""
+    arguments = f"[{text!r}]"
+    if name == "AutoModelForQuestionAnswering":
+        arguments = repr("Where does Ada live?") + ", " + repr("Ada lives in London.")
     lines: list[Any] = [
         f"from transformers import AutoTokenizer, {name}{imports}",
         'tokenizer = AutoTokenizer.from_pretrained(".")',
         f'model = {name}.from_pretrained("."{argument}).eval()',
-        f'inputs = tokenizer([{text!r}], return_tensors="pt")',
+        f'inputs = tokenizer({arguments}, return_tensors="pt")',
     ]
     if name in ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM"):
         lines.append(f"found = model.generate(**inputs{generate_arguments(origin)})")
         lines.append("print(tokenizer.batch_decode(found, skip_special_tokens=True))")
+    elif name == "AutoModelForQuestionAnswering":
+        lines.append("outputs = model(**inputs)")
+        lines.append("start, end = outputs.start_logits.argmax(), outputs.end_logits.argmax()")
+        lines.append("print(tokenizer.decode(inputs['input_ids'][0, start : end + 1]))")
     else:
         lines.append("print(model(**inputs)[0])")  # hidden states of an AutoModel, else logits
     return "\n".join(lines)

@@ -151,7 +151,12 @@ class QuantizedFolderFormat(ABC):
             {*weights, WEIGHTS_INDEX_FILE, STRUCTURE_FILE},
             *self.example_config(read_edits(artifact.path)),
         )
-        tensors, config, notes = self._convert(artifact.path)
+        try:
+            tensors, config, notes = self._convert(artifact.path)
+        except InputError as error:
+            raise InputError(
+                f"This model cannot be packaged as '{self.name}': {error}", code=error.code
+            ) from error
         save_file(dict(sorted(tensors.items())), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(folder / "config.json", config)
         write_published_names(folder)

@@ -34,7 +34,6 @@ _PART_HEADINGS = {
     "time_per_output_token_ms": "each more",
     "detokenizing_ms": "to text",
     "model_ms": "model",
-    "rest_ms": "labels",
 }
 # Default texts: sentences of 3 to 43 words. They are English; a tokenizer for another language splits them
 # into more tokens, so measurements on the user's own data are more meaningful.
@@ -284,8 +283,9 @@ def _parts_table(artifacts: Mapping[str, Any], size: int, room: int, task: str) 
     parts_by_name = {name: row["parts"] for name, row in latency_rows.items() if row["parts"]}
     if not parts_by_name:
         return []
-    columns = [key for key in next(iter(parts_by_name.values())) if key in _PART_HEADINGS]
-    heads = _PART_HEADINGS | {"tokenizing_ms": task_spec(task).preprocessing}
+    spec = task_spec(task)
+    heads = _PART_HEADINGS | {"tokenizing_ms": spec.preprocessing, "rest_ms": spec.postprocessing}
+    columns = [key for key in next(iter(parts_by_name.values())) if key in heads]
     lines = ["", f"{f'ms, batch {size}':{room}}" + "".join(f"{heads[key]:>11}" for key in columns)]
     for name, parts_ms in parts_by_name.items():
         cells = ("–" if parts_ms[key] is None else _number_text(parts_ms[key]) for key in columns)

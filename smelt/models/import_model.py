@@ -368,8 +368,8 @@ def _with_new_head(
         *notes,
         warning(
             "new-classifier",
-            f"The checkpoint has no classification head. An untrained head for {len(labels)}"
-            f" label{'s' * (len(labels) != 1)} was added; train it before you use the scores.",
+            f"The checkpoint has no head of {auto_class}. An untrained one with {len(labels)}"
+            f" output{'s' * (len(labels) != 1)} was added; train it before you use the scores.",
         ),
     ]
 

@@ -41,6 +41,7 @@ class QuestionAnswering(TaskSpec):
     service_input = '{"question": "QUESTION", "context": "CONTEXT"}'
     call = "question to answer"
     call_includes = "tokenizing is"
+    postprocessing = "answers"
     sample_noun = "questions"
     rate_unit = "questions/s"
     row_example = (
@@ -182,9 +183,18 @@ def _parse_answers(
     name = f"question {row['id']!r}" if isinstance(row.get("id"), str) else "question"
     is_impossible = row.get(UNANSWERABLE_COLUMN)
     if is_impossible is True:
+        column = columns.answers if row.get(columns.answers) else columns.answer
+        value = row.get(column)
+        if value and (not isinstance(value, Mapping) or value.get("text")):
+            raise InputError(
+                f"{location}: {name} has {UNANSWERABLE_COLUMN} true, but an answer in '{column}'. Remove the"
+                f" answer, or set {UNANSWERABLE_COLUMN} to false.",
+                code="needless-answer",
+            )
         return []
     if columns.answers in row:
-        column, pairs = columns.answers, _answer_pairs(row[columns.answers], location, columns.answers)
+        column = columns.answers
+        pairs = _answer_pairs(row[column], f"{location}: column '{column}': {name}")
     elif columns.answer in row:
         column = columns.answer
         pairs = _single_answer(text_of_column(row, column, location, "answer"), context, location, column)
@@ -219,7 +229,7 @@ def _nearest_start(context: str, text: str, start: int) -> int | None:
     return min(starts, key=lambda index: abs(index - start), default=None)
 
 
-def _answer_pairs(value: Any, location: str, column: str) -> list[tuple[str, int]]:
+def _answer_pairs(value: Any, place: str) -> list[tuple[str, int]]:
     """Return text and start of each answer: an object of two lists, or a list of objects.
 
     Raises:
@@ -236,15 +246,14 @@ def _answer_pairs(value: Any, location: str, column: str) -> list[tuple[str, int
         text, start = (item.get(k) if isinstance(item, Mapping) else None for k in ("text", "answer_start"))
         if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
             raise InputError(
-                f"{location}: column '{column}' is {repr(value)[:80]}; expected"
+                f"{place}: {repr(value)[:80]}; expected"
                 ' {"text": ["Ada"], "answer_start": [17]} with lists of equal length, or'
                 ' [{"text": "Ada", "answer_start": 17}]; empty lists for an unanswerable question.',
                 code="wrong-column-type",
             )
         if not text.strip():
             raise InputError(
-                f"{location}: column '{column}': an answer is empty. Remove it; an unanswerable question has"
-                " no answers.",
+                f"{place}: an answer is empty. Remove it; an unanswerable question has no answers.",
                 code="empty-text",
             )
         pairs.append((text, start))

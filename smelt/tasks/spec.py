@@ -63,6 +63,8 @@ class TaskSpec:
     """The unit of throughput; models that continue their input are measured in tokens/s."""
     preprocessing: ClassVar[str] = "tokenizing"
     """What is done before the model runs."""
+    postprocessing: ClassVar[str] = "labels"
+    """What is made of the outputs of a model that does not generate."""
     preprocessing_libraries: ClassVar[tuple[str, ...]] = ()
     """Libraries of it, besides those of tokenizers, whose versions are conditions of a latency."""
 

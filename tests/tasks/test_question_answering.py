@@ -256,7 +256,7 @@ def test_answers_are_part_of_the_fingerprint(tmp_path):
     ({"answers": {"text": ["Ada"], "answer_start": ["0"]}}, "wrong-column-type"),
     ({"answers": [{"text": "Ada"}]}, "wrong-column-type"), ({"answers": None}, "wrong-column-type"),
     ({"answers": {"text": [" "], "answer_start": [3]}}, "empty-text"),
-    ({"answers": [], "is_impossible": False}, "missing-answer"),
+    ({"answers": [], "is_impossible": False}, "missing-answer"), ({"is_impossible": True}, "needless-answer"),
     ({"context": ""}, "empty-text"), ({"question": 3}, "wrong-column-type"),
     ({"question": "\ud800"}, "lone-surrogate"),
 ])  # fmt: skip

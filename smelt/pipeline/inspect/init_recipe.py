@@ -310,7 +310,7 @@ def recipe_text(
     lines += ["stages:", *(line for step in steps for line in step_lines(step))]
     lines += _score_lines(model_info)
     if model_info.needs_classifier:
-        lines += ["baseline: tuned    # the classifier is untrained before this step"]
+        lines += ["baseline: tuned    # the head is untrained before this step"]
     metric, last = (
         _main_metric(model_info, data),
         "onnx-fp32" if no_blocks_reason(model_info.config) else "onnx-int8",

@@ -110,9 +110,7 @@ def _int8_scheme(has_samples: bool, serve: bool) -> str:
 
 def _classifier_training(model_info: ModelInfo) -> Iterator[ProposedStep]:
     if model_info.needs_classifier:
-        yield ProposedStep(
-            "finetune", "{epochs: 3, learning_rate: 5.0e-5}", "train a classifier for your labels", "tuned"
-        )
+        yield ProposedStep("finetune", "{epochs: 3, learning_rate: 5.0e-5}", "train the new head", "tuned")
 
 
 def _distill_losses(task: Task) -> str:

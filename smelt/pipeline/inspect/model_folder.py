@@ -545,7 +545,7 @@ def _config_warnings(config: dict[str, Any], task: Task | None, is_baseline: boo
         return [
             warning(
                 "new-classifier",
-                f"The model ({classes[0]}) has no classification head; a random one is added{advice}.",
+                f"The model ({classes[0]}) has no head for {task}; a random one is added{advice}.",
             )
         ]
     return []

@@ -61,7 +61,9 @@ def test_markdown_names_timing_parts_by_task(report):
     for report_step in report["steps"]:
         for row in report_step["latency"]:
             row["parts"] = {"tokenizing_ms": 0.2, "model_ms": 3.0, "rest_ms": 0.1}
-    assert "| model ms | labels ms |" in render_markdown(report)
+    for task, part in {"text-classification": "labels", "question-answering": "answers"}.items():
+        report["recipe"]["task"] = task
+        assert f"| model ms | {part} ms |" in render_markdown(report)
     assert HtmlOutline(render_html(report)).open == []
 
 

@@ -272,3 +272,14 @@ def test_init_recognizes_task_from_model_and_from_rows(tmp_path):
             f"  - {first_step}:"
         )
         assert harness.smelt("plan", tmp_path / f"{model}.yaml").exit_code == 0
+
+
+def test_example_of_huggingface_package_answers_a_question(home, capsys, monkeypatch):
+    folder = home / "huggingface"
+    step = home / "run" / "artifacts" / "tuned"
+    result = harness.smelt("package", step, "--format", "huggingface", "--out", folder)
+    assert result.exit_code == 0, result.output
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(folder)
+    exec(code.replace("Where does Ada live?", "Which city?").replace("London", "Rome"), {})
+    assert capsys.readouterr().out.strip().lower() == "rome"

@@ -490,6 +490,10 @@ def _draw_axes(axes: Any, chart: Chart, colors: Mapping[str, str]) -> None:
         axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
         axes.locator_params(axis="x", nbins=6)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{chart.unit}")
+    low, high = axes.get_ylim()
+    # nearly equal values would have ticks of many digits
+    missing_height = max(0.0, 1e-3 * max(abs(low), abs(high)) - (high - low))
+    axes.set_ylim(low - missing_height / 2, high + missing_height / 2)
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-4, 7))
     axes.yaxis.get_offset_text().set_color(colors["soft"])
     scale = " (log scale)" if chart.logarithmic else ""

@@ -7,7 +7,7 @@ a call that returns when the graph's work is done, as ONNX Runtime's does on CUD
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -60,11 +60,12 @@ def time_graphs() -> Iterator[GraphTimer]:
         _active.reset(token)
 
 
-def timed_graph(stream: Any = None) -> AbstractContextManager[None]:
+def timed_graph(find_stream: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
     """Return a context for one run of a graph; it costs nothing outside of `time_graphs`.
 
     Args:
-        stream: the `torch.cuda.Stream` of the work; None if the work is done when the context ends.
+        find_stream: returns the `torch.cuda.Stream` of the work; None if the work is done when the context
+            ends.
     """
     timer = _active.get()
-    return nullcontext() if timer is None else timer.span(stream)
+    return nullcontext() if timer is None else timer.span(find_stream and find_stream())

@@ -231,7 +231,7 @@ class TensorrtEngine:
                 self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
             )
             self._bind(name, outputs[name], live_tensors)
-        with timed_graph(self._stream):
+        with timed_graph(lambda: self._stream):
             is_started = self._context.execute_async_v3(self._stream.cuda_stream)
         if not is_started:
             raise RunError(

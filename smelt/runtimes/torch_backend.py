@@ -173,7 +173,7 @@ class TorchBackend(NoGenerationGraphs):
             held.encoder_mask = held.encoder_mask.index_select(0, indices)
 
     def _run(self, module: Any, **inputs: Any) -> Any:
-        with timed_graph(torch.cuda.current_stream() if self.device == "cuda" else None):
+        with timed_graph(torch.cuda.current_stream if self.device == "cuda" else None):
             return module(**inputs)
 
     @property

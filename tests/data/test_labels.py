@@ -84,6 +84,5 @@ def test_classes_without_head_of_classes_have_no_suffix_of_one():
     assert {*CLASSIFIER_SUFFIXES} <= {*HEAD_SUFFIXES}
     assert "BertForSequenceClassification".endswith(HEAD_SUFFIXES)
     assert not any(
-        name.endswith(HEAD_SUFFIXES)
-        for name in ("BertModel", "BertForPreTraining", "MarianMTModel")
+        name.endswith(HEAD_SUFFIXES) for name in ("BertModel", "BertForPreTraining", "MarianMTModel")
     )

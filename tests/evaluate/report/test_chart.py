@@ -98,6 +98,17 @@ def test_chart_of_a_single_step_without_spread(report, size):
     assert HtmlOutline(render_html(report)).open == []
 
 
+def test_nearly_equal_values_have_short_ticks(report):
+    report["steps"], report["pareto_front"] = report["steps"][:2], ["model"]
+    for number, step in enumerate(report["steps"]):
+        score = 331.90223 + 1e-6 * number
+        step["quality"]["bleu"].update(value=score, ci95=[score, score])
+    _, texts = drawn(report, WIDE)
+    ticks = [text for text in texts if text.startswith("33") and text.replace(".", "").isdigit()]
+    assert len(ticks) >= 3
+    assert max(map(len, ticks)) <= 6
+
+
 def test_chart_files_have_both_themes_and_are_deterministic(report):
     files = chart_files(validate_report(report))
     assert files.keys() == set(CHART_FILES)

@@ -168,7 +168,7 @@ def test_latency_of_kept_step_is_only_read_from_store(tmp_path, monkeypatch):
             name: [{"batch_size": 1, "texts": 1, "stable": True, "rounds": [{"counted": True}] * 5}]
             for name in folders
         }
-        return SimpleNamespace(rows=rows, peak_memory_bytes={}, errors={}, reduced=False)
+        return SimpleNamespace(rows=rows, peak_memory_bytes={}, gpu_memory_bytes={}, errors={}, reduced=False)
 
     monkeypatch.setattr("smelt.evaluate.latency.measure_latency", measure)
     recipe = parse_recipe(

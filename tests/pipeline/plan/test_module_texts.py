@@ -47,8 +47,6 @@ def test_module_or_tokenizer_that_does_not_fit_is_refused(function, model, code,
     ("trim-vocabulary", "does-not-fit-model"), ("factorize: {targets: embeddings}", "does-not-fit-model"),
     ("prune: {targets: [heads]}", "does-not-fit-model"), ("drop-layers: {layers: 1}", "does-not-fit-model"),
     ("finetune: {lora: {r: 2}}", "does-not-fit-model"),
-    ("distill: {losses: {hidden_states: 1}, layer_map: {network.hidden: network.hidden}}",
-     "does-not-fit-task"),
     ("share-weights: {targets: [embeddings]}", "does-not-fit-model"),
     ("prune: {targets: [channels]}", "does-not-fit-model"),
 ])  # fmt: skip

@@ -7,7 +7,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import smelt
 from smelt.core.errors import RunError
-from smelt.evaluate.report import schema
+from smelt.evaluate.report import step_schema
 from smelt.evaluate.report.render import render_table
 from smelt.evaluate.report.schema import validate_report
 from smelt.pipeline.execute import run
@@ -53,7 +53,8 @@ def home(tmp_path_factory):
 
 
 def _report(home, on, out, code, monkeypatch):
-    monkeypatch.setattr(schema, "is_chance_level", lambda *_: False)  # random models are no better than none
+    # random models are no better than none
+    monkeypatch.setattr(step_schema, "is_chance_level", lambda *_: False)
     result = harness.smelt("run", home / f"{on}.yaml", "--quiet", "--out", out, "--store", home / "s")
     assert result.exit_code == code, result.output
     report = json.loads((out / "report.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from smelt.core.errors import RunError
 from smelt.evaluate.latency import measurement, summary
-from smelt.evaluate.report import schema
+from smelt.evaluate.report import step_schema
 
 
 class FakeWorker:
@@ -58,7 +58,7 @@ def install(monkeypatch: Any) -> Any:
     monkeypatch.setattr(measurement, "WorkerProcess", kind)
     monkeypatch.setattr(measurement, "_SETTLE_SECONDS", 0)
     # the times are made up, and so is whether random tiny models are worth having
-    monkeypatch.setattr(schema, "is_chance_level", lambda *score: False)
+    monkeypatch.setattr(step_schema, "is_chance_level", lambda *score: False)
     return kind
 
 

@@ -30,7 +30,7 @@ class CompressedTensorsFormat(QuantizedFolderFormat):
     """Weights of any bits in groups, with or without zero points, and int8 weights per row."""
 
     name: ClassVar[str] = "compressed-tensors"
-    summary: ClassVar[str] = "a quantized language model for vLLM, SGLang, TensorRT-LLM and transformers"
+    summary: ClassVar[str] = "a quantized language model for vLLM, SGLang, TensorRT-LLM"
     description: ClassVar[str] = "integers times a scale of a group, or symmetric int8 or fp8 weights per row"
     requirements: ClassVar[str] = _PACKAGE
 

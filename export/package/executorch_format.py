@@ -30,7 +30,7 @@ class ExecutorchFormat(TorchProgramFormat):
     """A `.pte` file that the runtime of ExecuTorch runs: C++, Android, iOS, Python."""
 
     name: ClassVar[str] = "executorch"
-    summary: ClassVar[str] = "one program of ExecuTorch (.pte) for mobile and embedded CPUs"
+    summary: ClassVar[str] = "one program of ExecuTorch (.pte) for mobile CPUs"
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write `model.pte` and compare it with the model, in ExecuTorch's runtime.

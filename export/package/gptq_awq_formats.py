@@ -90,7 +90,7 @@ class GptqFormat(_Int4FolderFormat):
     """The layout of AutoGPTQ and GPTQModel."""
 
     name: ClassVar[str] = "gptq"
-    summary: ClassVar[str] = "a 4-bit language model in GPTQ's layout, for vLLM, GPTQModel and transformers"
+    summary: ClassVar[str] = "a 4-bit language model in GPTQ's layout, for vLLM"
     requirements: ClassVar[str] = "optimum gptqmodel"
 
     def convert(
@@ -136,7 +136,7 @@ class AwqFormat(_Int4FolderFormat):
     """The layout of AutoAWQ's GEMM kernels."""
 
     name: ClassVar[str] = "awq"
-    summary: ClassVar[str] = "a 4-bit language model in AWQ's layout, for vLLM, SGLang and transformers"
+    summary: ClassVar[str] = "a 4-bit language model in AWQ's layout, for vLLM, SGLang"
     requirements: ClassVar[str] = "gptqmodel"
 
     def convert(

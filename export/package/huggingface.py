@@ -98,7 +98,7 @@ class HuggingFaceFormat:
     """`AutoModel...from_pretrained(folder)`: weights, config and tokenizer, also for the Hub."""
 
     name: ClassVar[str] = "huggingface"
-    summary: ClassVar[str] = "a model for transformers' from_pretrained, with a model card"
+    summary: ClassVar[str] = "a model for transformers' from_pretrained, and model card"
     supported: ClassVar[SupportedArtifacts] = SupportedArtifacts(
         formats=frozenset({"torch"}),
         tasks=frozenset(tasks_with(modality="text")),

@@ -33,7 +33,7 @@ class LitertFormat(TorchProgramFormat):
     """A `.tflite` file that LiteRT runs: C++, Android, iOS, Python; a signature for each length of texts."""
 
     name: ClassVar[str] = "litert"
-    summary: ClassVar[str] = "one model of LiteRT (.tflite) for mobile and embedded devices"
+    summary: ClassVar[str] = "one model of LiteRT (.tflite) for mobile devices"
 
     def write(self, artifact: Artifact, origin: PackageOrigin, folder: Path) -> UsageNotes:
         """Write `model.tflite` and compare each signature with the model, in LiteRT.

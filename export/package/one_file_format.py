@@ -164,7 +164,7 @@ class OneFileFormat:
     """Weights, the generation loop and, where it is exact, the tokenizer are in one graph."""
 
     name: ClassVar[str] = "one-file"
-    summary: ClassVar[str] = "one ONNX file: weights, generation loop, tokenizer if exact"
+    summary: ClassVar[str] = "one ONNX file with generation loop, and tokenizer if exact"
     supported: ClassVar[SupportedArtifacts] = TEXT_GRAPHS
     is_artifact: ClassVar[bool] = False
 

@@ -120,7 +120,7 @@ def test_names_equal_optimum_and_tied_weights_are_stored_once(tmp_path):
     ("width", "rotary", "fits"), [(8, False, True), (12, False, False), (24, True, False)]
 )
 def test_unfused_attention_heads_are_reported(width, rotary, fits):
-    attention = SimpleNamespace(heads=SimpleNamespace(head_dim=width), parts=SimpleNamespace(rotary=rotary))
+    attention = SimpleNamespace(heads=SimpleNamespace(head_dim=width), rotary_dim=width if rotary else 0)
     warning = unfused_heads_warning([attention], "ort-cpu")
     assert (warning is None) == fits
     assert warning is None or (warning.code, f" {width} " in warning.message) == ("attention-not-fused", True)

@@ -15,6 +15,7 @@ from smelt.core.errors import ParityError
 from smelt.core.messages import message_codes
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as stage_module
+from smelt.export.tensorrt.build_engine import BuiltEngine
 from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtimes import tensorrt_backend
 from tests.support.expected_errors import raises_code
@@ -34,7 +35,7 @@ def trt(monkeypatch, tmp_path):
     def build(trt, path, profiles, options, progress):
         plan = tmp_path / "engine.plan"
         fake_tensorrt.write_plan(module.built.get(path.name, path), list(profiles), plan)
-        return plan.read_bytes(), []
+        return BuiltEngine(plan.read_bytes(), [], {}, None)
 
     stream = SimpleNamespace(cuda_stream=fake_tensorrt.STREAM, synchronize=lambda: None)
     for owner, name, value in [

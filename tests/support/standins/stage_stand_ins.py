@@ -56,7 +56,10 @@ class _QuantizeSettings(_TrainSettings):
 def _stand_in_stage(stage_name: str) -> Any:
     """A class with the contract of a stage, so that these tests are about plans alone."""
     trains = stage_name in ("finetune", "distill", "prune")
-    settings = {"onnx": _OnnxSettings, "distill": _DistillSettings, "quantize": _QuantizeSettings}
+    settings = {
+        "onnx": _OnnxSettings, "distill": _DistillSettings, "quantize": _QuantizeSettings,
+        "quantize-onnx": _QuantizeSettings,
+    }  # fmt: skip
     real = stage_table.load_stage(stage_name)
     return type(
         stage_name,

@@ -12,17 +12,11 @@ from smelt.stage import Progress
 
 
 def score_split(scorer: BaseScorer, runner: Any, split: Split, progress: Progress) -> dict[str, Any]:
-    """Return the score of answers, as `Scorer.score`.
-
-    If every question has an answer, as in SQuAD 1.1, the best span is the answer.
-    """
+    """Return the score of answers, as `Scorer.score`; an answer may be empty, as that of a deployed model."""
     from smelt.evaluate.quality import score_texts
     from smelt.runtimes.answer_questions import MAX_ANSWER_TOKENS, N_BEST, answer_questions
 
-    may_be_unanswerable = not all(example.references for example in split.examples)
-    answers = answer_questions(
-        runner, split.examples, scorer.batch_size, progress, may_be_unanswerable=may_be_unanswerable
-    )
+    answers = answer_questions(runner, split.examples, scorer.batch_size, progress)
     predicted = [answer.answer for answer in answers]
     references = [list(example.references) or [""] for example in split.examples]
     metrics = [name for name in scorer.metrics if not is_custom_metric(name)]

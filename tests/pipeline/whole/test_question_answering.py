@@ -156,7 +156,7 @@ def test_predict_reads_pairs_rows_and_squad(home, tmp_path):
     assert command_error(harness.smelt("predict", artifact, "Which city?")).code == "missing-context"
 
 
-def test_eval_of_answerable_questions_finds_a_span_for_each(home, tmp_path):
+def test_eval_of_answerable_questions_has_rules_of_squad_1(home, tmp_path):
     rows = [json.loads(line) for line in (home / "test.jsonl").read_text().splitlines()]
     answerable = [row for row in rows if row["answers"]["text"]]
     questions.write_lines(tmp_path / "a.jsonl", answerable)

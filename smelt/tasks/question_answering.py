@@ -229,7 +229,7 @@ def _nearest_start(context: str, text: str, start: int) -> int | None:
     return min(starts, key=lambda index: abs(index - start), default=None)
 
 
-def _answer_pairs(value: Any, place: str) -> list[tuple[str, int]]:
+def _answer_pairs(value: Any, location: str) -> list[tuple[str, int]]:
     """Return text and start of each answer: an object of two lists, or a list of objects.
 
     Raises:
@@ -246,14 +246,14 @@ def _answer_pairs(value: Any, place: str) -> list[tuple[str, int]]:
         text, start = (item.get(k) if isinstance(item, Mapping) else None for k in ("text", "answer_start"))
         if not isinstance(text, str) or not isinstance(start, int) or isinstance(start, bool):
             raise InputError(
-                f"{place}: {repr(value)[:80]}; expected"
+                f"{location}: {repr(value)[:80]}; expected"
                 ' {"text": ["Ada"], "answer_start": [17]} with lists of equal length, or'
                 ' [{"text": "Ada", "answer_start": 17}]; empty lists for an unanswerable question.',
                 code="wrong-column-type",
             )
         if not text.strip():
             raise InputError(
-                f"{place}: an answer is empty. Remove it; an unanswerable question has no answers.",
+                f"{location}: an answer is empty. Remove it; an unanswerable question has no answers.",
                 code="empty-text",
             )
         pairs.append((text, start))

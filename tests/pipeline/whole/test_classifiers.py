@@ -218,7 +218,7 @@ def test_bare_encoder_gets_outputs_for_labels(tmp_path):
     [added] = [
         warning for warning in steps_of(folder)["model"]["warnings"] if warning["code"] == "new-classifier"
     ]
-    assert "3 labels" in added["message"]
+    assert "3 outputs" in added["message"]
 
 
 def test_numeric_labels_make_bare_encoder_a_regressor(tmp_path):

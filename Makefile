@@ -9,7 +9,7 @@
 #                   against transformers
 # make matrix       run every pair of techniques on every family (70 minutes); resumes after an interruption,
 #                   results are in build/matrix/pairs.jsonl
-# make docs         generate the settings tables in docs/
+# make docs         generate the settings tables in docs/ and the picture of a report
 # make messages     generate the lists of messages with their codes
 # make layouts      generate the layouts of the model families from tiny models; NAME=albert: of one family
 # make family NAME=albert   check one family: its layout, its description, its graphs against transformers
@@ -83,6 +83,7 @@ family: layouts
 
 docs: $(DEV_READY)
 	$(BIN)/python tools/settings_tables.py
+	$(BIN)/python -m tools.report_picture
 
 messages: $(DEV_READY)
 	$(BIN)/python tools/list_messages.py

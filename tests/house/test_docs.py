@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
+from smelt.evaluate.report.render import render_html
 from smelt.stage import Settings
-from tools import settings_tables
+from tools import report_picture, settings_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -243,3 +244,8 @@ def all_settings(base: type[Settings]) -> Iterator[type[Settings]]:
     for model in base.__subclasses__():
         yield model
         yield from all_settings(model)
+
+
+def test_picture_in_readme_shows_todays_report() -> None:
+    page = render_html(report_picture.read_report())
+    assert report_picture.pictured_digest() == report_picture.page_digest(page), "Run make docs."

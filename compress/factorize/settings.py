@@ -17,7 +17,15 @@ VBMF: Literal["vbmf"] = "vbmf"
 CALIBRATED_METHODS: frozenset[FactorizeMethod] = frozenset({"whitened-svd", "asvd", "fwsvd"})
 DEFAULT_ENERGY = 0.95
 # Settings without effect on an embedding: it has no input activations, and a factorization saves no time.
-_LAYER_SETTINGS = ("method", "parameter_budget", "objective", "alpha", "include", "exclude", "optimize_for")
+_LAYER_SETTINGS = (
+    "method",
+    "parameter_budget",
+    "objective",
+    "asvd_alpha",
+    "include",
+    "exclude",
+    "optimize_for",
+)
 
 
 class FactorizeSettings(Settings):
@@ -63,7 +71,9 @@ class FactorizeSettings(Settings):
         description="for parameter_budget; error: relative squared errors; sensitivity: weighted by"
         " their effect on the outputs",
     )
-    alpha: float = Field(default=0.5, gt=0, le=1, description="asvd: exponent of the inputs' mean magnitude")
+    asvd_alpha: float = Field(
+        default=0.5, gt=0, le=1, description="asvd: exponent of the inputs' mean magnitude"
+    )
     calibration_samples: int | None = Field(
         default=None,
         ge=1,

@@ -269,7 +269,7 @@ class LayerMetrics:
             return ErrorMetric()
         statistics = self.inputs[name]
         if self.settings.method == "asvd":
-            return asvd_metric(statistics.magnitudes / statistics.tokens, self.settings.alpha)
+            return asvd_metric(statistics.magnitudes / statistics.tokens, self.settings.asvd_alpha)
         assert statistics.second_moment is not None
         return whitened_svd_metric(
             statistics.second_moment, statistics.sums, statistics.tokens, bias=layer.bias is not None

@@ -188,14 +188,14 @@ def _repeated_bytes(model: Any) -> int:
 def _per_tensor_settings(opset: int, settings: QuantizeOnnxSettings, ctx: Context) -> QuantizeOnnxSettings:
     """Return `settings` as the opset allows: its DequantizeLinear may not support scales per output."""
     by_channel = settings.uses_calibration or (settings.is_weight_only and not settings.uses_nbits)
-    if opset >= PER_CHANNEL_OPSET or not by_channel or not settings.per_channel:
+    if opset >= PER_CHANNEL_OPSET or not by_channel or not settings.is_per_channel:
         return settings
     ctx.warn(
         "per-tensor-weights",
         f"Weights have one scale per matrix, because opset {opset} does not support per-channel scales and"
         f" onnx cannot convert this model. Export it with opset {PER_CHANNEL_OPSET} or newer.",
     )
-    return settings.model_copy(update={"per_channel": False})
+    return settings.model_copy(update={"granularity": "tensor"})
 
 
 def finalize_quantized(quantized: Path, source: Path) -> Any:

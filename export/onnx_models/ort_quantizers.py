@@ -226,7 +226,7 @@ def run_ort_quantizer(
         if settings.uses_qoperators:
             float_nodes = _without_qoperator(model.graph, settings) | float_nodes
         _warn_about_subgraphs(model.graph, bodies, settings, ctx)
-        overrides = settings.per_channel and not settings.uses_qoperators  # which have no overrides
+        overrides = settings.is_per_channel and not settings.uses_qoperators  # which have no overrides
         single = _per_tensor_overrides(model, settings) if overrides else {}
         if single:
             ctx.warn(
@@ -254,7 +254,7 @@ def run_ort_quantizer(
             _quantize_inner_lstms(model, body, names, lstm_weights)
     quantize_dynamic(
         model if float_nodes or bodies else source, target, op_types_to_quantize=settings.quantized_op_types,
-        per_channel=settings.per_channel,
+        per_channel=settings.is_per_channel,
         # Without VNNI int8 weights need x64quantprecision, which ONNX Runtime does not apply in inner graphs
         weight_type=QuantType.QUInt8 if bodies else QuantType.QInt8,
         nodes_to_exclude=[*names, *(f"{name}_MatMul" for name in names)],  # of a Gemm
@@ -452,10 +452,12 @@ def _static_quantizer(model: Any, ranges: Any, exclude: list[str], settings: Qua
     if settings.uses_qoperators:
         mode = QuantizationMode.QLinearOps
         return ONNXQuantizer(
-            model, settings.per_channel, False, mode, True, *types, ranges, [], exclude, operators, options
+            model, settings.is_per_channel, False, mode, True, *types, ranges, [], exclude, operators, options
         )
     options |= {
         "TensorQuantOverrides": _per_tensor_overrides(model, settings),
         "OpTypesToExcludeOutputQuantization": list(_FLOAT_OUTPUT_OPS),
     }
-    return QDQQuantizer(model, settings.per_channel, False, *types, ranges, [], exclude, operators, options)
+    return QDQQuantizer(
+        model, settings.is_per_channel, False, *types, ranges, [], exclude, operators, options
+    )

@@ -183,8 +183,8 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
 def _advice(settings: QuantizeOnnxSettings) -> str:
     """Return what a user can change to reduce the error."""
     suggestions = ["add nodes that need float32 to `exclude`"]
-    if not settings.per_channel:
-        suggestions.append("set per_channel: true")
+    if not settings.is_per_channel:
+        suggestions.append("set granularity: channel")
     if settings.op_types:
         suggestions.append(
             "remove `op_types`, so that only matrix multiplications and convolutions are quantized"

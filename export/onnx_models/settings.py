@@ -65,7 +65,9 @@ class QuantizeOnnxSettings(Settings):
         le=100_000,
         description=f"{STATIC_SCHEME}: from calibration, else validation, train",
     )
-    per_channel: bool = Field(default=True, description="one weight scale per output channel")
+    granularity: Literal["channel", "tensor"] = Field(
+        default="channel", description="the weights that share a scale: of an output channel, or all"
+    )
     group_size: GroupSize | None = Field(
         default=None,
         description=f"inputs that share a scale; default: {INT4_WEIGHTS}: {GROUP_SIZE.default};"
@@ -160,7 +162,7 @@ class QuantizeOnnxSettings(Settings):
             "group_size": self.is_weight_only,
             "symmetric": self.uses_nbits,
             "accuracy_level": self.uses_nbits,
-            "per_channel": not (self.uses_nbits or self.block_size),
+            "granularity": not (self.uses_nbits or self.block_size),
             "max_excluded": AUTO in self.exclude,
             "sensitivity_samples": AUTO in self.exclude,
         }
@@ -172,6 +174,11 @@ class QuantizeOnnxSettings(Settings):
     @property
     def _description(self) -> str:
         return f"scheme: {self.scheme}{f', quant_format: {self.quant_format}' * bool(self.quant_format)}"
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether each output channel of a weight has a scale of its own."""
+        return self.granularity == "channel"
 
     @property
     def is_weight_only(self) -> bool:

@@ -227,7 +227,7 @@ def _dequantize_weights(graph: Any, weights: list[_Weight], settings: QuantizeOn
         values = numpy_helper.to_array(tensors[weight.name])
         size = settings.block_size
         is_blocked = bool(size) and weight.inputs is not None and values.shape[weight.inputs] > size
-        axis = weight.inputs if is_blocked else weight.channels if settings.per_channel else None
+        axis = weight.inputs if is_blocked else weight.channels if settings.is_per_channel else None
         key = (hashlib.sha256(values.tobytes()).digest(), values.shape, axis)
         if key not in outputs:
             codes, scales = quantize_symmetric(values, settings.bits, axis, size * is_blocked)

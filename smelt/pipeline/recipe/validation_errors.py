@@ -23,7 +23,7 @@ from smelt.pipeline.recipe.yaml_file import KeyPath, YamlDocument
 # Names of settings in other tools. The first one that the stage has is suggested.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "actorder": ("act_order",),
-    "alpha": ("losses", "smoothquant_alpha"),
+    "alpha": ("losses", "smoothquant_alpha", "asvd_alpha"),
     "amount": ("keep_ratio", "sparsity"),
     "beams": ("num_beams",),
     "bf16": ("precision",),

@@ -255,7 +255,7 @@ def test_matrix_that_is_also_an_embedding_remains_float(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [
     {"group_size": 32}, {"scheme": "int8-static", "symmetric": False},
-    {"scheme": "int8-weight-only", "accuracy_level": 0}, {"scheme": "int4", "per_channel": False},
+    {"scheme": "int8-weight-only", "accuracy_level": 0}, {"scheme": "int4", "granularity": "tensor"},
     {"scheme": "int4", "target": "tensorrt", "symmetric": False},
     {"scheme": "int4", "quant_format": "qdq", "opset": 17}, {"scheme": "int4", "op_types": ["Conv"]},
     {"scheme": "int8-dynamic", "quant_format": "qdq"}, {"max_excluded": 2},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.core.messages import count_text
 from smelt.data.bleu_tokenizer import UNSPACED_PATTERN
 from smelt.data.labels import multi_label_targets, split_labels
 from smelt.data.prompt_rows import parse_conversation
@@ -408,8 +409,7 @@ def counts_text(step: StepReport) -> str:
     if examples is None:
         return ""
     return (
-        f"{examples.num_worse:,} worse, {examples.num_better:,} better of "
-        f"{view.count_text(examples.n, 'example')}"
+        f"{examples.num_worse:,} worse, {examples.num_better:,} better of {count_text(examples.n, 'example')}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, count_text, warning
 from smelt.evaluate.metrics.allclose import ALLCLOSE
 from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.registry import METRICS, TOP1_METRIC, WINDOW_METRICS
@@ -144,7 +144,7 @@ def samples_text(scored: Scored, metric: str) -> str:
     """Return how much was scored, such as `30 samples`."""
     if metric in WINDOW_METRICS:
         return "a short text"
-    return view.count_text(scored.quality[metric].n, view.sample_unit(metric))
+    return count_text(scored.quality[metric].n, view.sample_unit(metric))
 
 
 def quality_warnings(

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from smelt.core.messages import Message, escape_controls
+from smelt.core.messages import Message, count_text, escape_controls
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import chart, examples, score_tables, sensitivity, view
 from smelt.evaluate.report.drawing import css_colors, page_svg
@@ -278,7 +278,7 @@ def _legend_lines(report: ReportData, metric: str | None, sizes: list[int], widt
         )
     if sizes:
         row = next(entry for step in report.steps for entry in step.latency)
-        threads = f", {view.count_text(row.threads, 'thread')}" if row.threads else ""
+        threads = f", {count_text(row.threads, 'thread')}" if row.threads else ""
         sentences.append(f"Times: median of a call, batch {sizes[0]}{threads}.")
     if any(row.stable is False for step in report.steps for row in step.latency):
         sentences.append(f"{view.DISTURBED_MARK}: unreliable, see the report.")

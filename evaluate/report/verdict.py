@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smelt.core.messages import Message, warning
+from smelt.core.messages import Message, count_text, warning
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.report import view
 from smelt.evaluate.report.disturbance import disturbance_text
@@ -475,7 +475,7 @@ def limited_run_text(report: ReportData) -> str | None:
     used_rows = rows if isinstance(rows, Mapping) else {}
     if used_rows and all(isinstance(n, int) and n < limit for n in used_rows.values()):
         return None
-    return f"A trial on {view.count_text(used_rows.get(report.judged_on, limit), 'sample')}, not a result."
+    return f"A trial on {count_text(used_rows.get(report.judged_on, limit), 'sample')}, not a result."
 
 
 def headlines(report: ReportData) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smelt.core.messages import count_text
 from smelt.evaluate.report import view
 from smelt.evaluate.report.quality_loss import Scored, is_worse, judged_metrics
 from smelt.evaluate.report.schema import ReportData, StepReport, Verdict
@@ -57,7 +58,7 @@ def _speed_facts(report: ReportData, step: StepReport, base: StepReport, verdict
     if times is None:
         return []
     setting = f"batch {times.batch_size}"
-    setting += f", {view.count_text(times.threads, 'thread')}" if times.threads else ""
+    setting += f", {count_text(times.threads, 'thread')}" if times.threads else ""
     is_disturbed = times.stable is False
     if verdict.reason == "fastest-by-cpu-time" or (is_disturbed and times.cpu_speedup is not None):
         ratio = f"{view.significant_digits(times.cpu_speedup, 2)}×"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.core.messages import Message, duration_text
+from smelt.core.messages import Message, count_text, duration_text
 from smelt.data.tasks import ALL_TASKS, tasks_with
 from smelt.evaluate.metrics.registry import (
     METRICS,
@@ -174,11 +174,6 @@ def sample_text(report: ReportData) -> str:
     """Return `validation, n = 1,000 examples`; empty where nothing was scored."""
     size = sample_size(report)
     return f"{report.judged_on}, n = {count_text(*size)}" if size else ""
-
-
-def count_text(number: int, noun: str) -> str:
-    """Return `1 sample`, `1,000 samples`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def signatures(report: ReportData) -> list[tuple[str, str]]:

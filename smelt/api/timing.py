@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.api.array_models import read_array_rows
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError
-from smelt.core.messages import messages_to_json
+from smelt.core.messages import count_text, messages_to_json
 from smelt.data.npz_arrays import are_calls
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
@@ -210,11 +210,12 @@ def timing_table(result: Mapping[str, Any]) -> str:
     devices_text = ", ".join(sorted({a["device"] for a in artifacts.values()}))
     texts, cpu = result["texts"], result["environment"]["cpu"]
     num_texts = max((row["texts"] for a in artifacts.values() for row in a["latency"]), default=texts["n"])
-    count = f"{num_texts:,} of {texts['n']:,}" if num_texts < texts["n"] else f"{texts['n']:,}"
     spec = task_spec(result["task"])
+    samples = count_text(texts["n"], spec.sample_noun)
+    samples = f"{num_texts:,} of {samples}" if num_texts < texts["n"] else samples
     notes = [
         f"Measured from {spec.call}, in rounds that alternate with '{result['baseline']}'. Speed-up is"
-        f" compared with '{result['baseline']}' [95 % interval]. {count} {spec.sample_noun}"
+        f" compared with '{result['baseline']}' [95 % interval]. {samples}"
         f" ({texts['from']}), {threads} thread{'s' * (counts != [1])}, {devices_text}, {cpu}."
     ]
     notes += _device_notes(artifacts, sizes[0])

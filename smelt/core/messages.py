@@ -143,6 +143,11 @@ def with_article(name: object) -> str:
     return f"an {name}" if _TAKES_AN.match(str(name)) else f"a {name}"
 
 
+def count_text(number: int, noun: str) -> str:
+    """Return `1 sample`, `1,000 samples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as text: 0.3 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:

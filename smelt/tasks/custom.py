@@ -21,7 +21,7 @@ class Custom(TaskSpec):
     command_input = "--data FILE.npz"
     call = "arrays to arrays"
     call_includes = "nothing else is"
-    sample_noun = "samples"
+    sample_noun = "sample"
     rate_unit = "rows/s"
 
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> None:

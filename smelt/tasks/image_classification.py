@@ -24,7 +24,7 @@ class ImageClassification(Classification):
     command_input = "IMAGE.png"
     call = "image file to label"
     call_includes = "reading, decoding and resizing files are"
-    sample_noun = "images"
+    sample_noun = "image"
     rate_unit = "images/s"
     preprocessing = "decoding"
     preprocessing_libraries = ("pillow",)

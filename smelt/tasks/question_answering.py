@@ -42,7 +42,7 @@ class QuestionAnswering(TaskSpec):
     call = "question to answer"
     call_includes = "tokenizing is"
     postprocessing = "answers"
-    sample_noun = "questions"
+    sample_noun = "question"
     rate_unit = "questions/s"
     row_example = (
         '{"question": "...", "context": "...", "answers": {"text": ["..."], "answer_start": [0]}},'

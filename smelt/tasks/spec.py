@@ -58,7 +58,7 @@ class TaskSpec:
     # Latency, from the input of a user to the result.
     call: ClassVar[str] = "text to text"
     call_includes: ClassVar[str] = "tokenizing and detokenizing are"
-    sample_noun: ClassVar[str] = "texts"
+    sample_noun: ClassVar[str] = "text"
     rate_unit: ClassVar[str] = "texts/s"
     """The unit of throughput; models that continue their input are measured in tokens/s."""
     preprocessing: ClassVar[str] = "tokenizing"

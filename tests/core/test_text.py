@@ -2,7 +2,7 @@
 
 import pytest
 
-from smelt.core.messages import escape_controls, find_lone_surrogate
+from smelt.core.messages import count_text, escape_controls, find_lone_surrogate
 
 pytestmark = pytest.mark.quick
 
@@ -24,3 +24,7 @@ def test_escape_controls_escapes_only_controls(text, shown):
 )
 def test_lone_surrogate_is_found(text, half):
     assert find_lone_surrogate(text) == half
+
+
+def test_count_text_has_plural_unless_one():
+    assert [count_text(n, "sample") for n in (0, 1, 1_000)] == ["0 samples", "1 sample", "1,000 samples"]

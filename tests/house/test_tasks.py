@@ -72,3 +72,7 @@ def test_specifications_do_not_import_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+def test_sample_nouns_are_singular() -> None:
+    assert [spec.name for spec in all_specs() if spec.sample_noun.endswith("s")] == []

@@ -21,7 +21,7 @@ from typing import Any
 from smelt.core.errors import RunError, SmeltError
 from smelt.core.files import write_atomically
 from smelt.core.locks import file_lock
-from smelt.core.messages import escape_controls, messages_to_json
+from smelt.core.messages import count_text, escape_controls, messages_to_json
 from smelt.core.system import interrupted_exit_code
 from smelt.evaluate.report import view
 from smelt.evaluate.report.drawing import PageFigure, css_colors, page_svg
@@ -264,7 +264,7 @@ def _time_text(report: Mapping[str, Any]) -> str:
     points = "" if counts["points"] is None else f", {counts['points']:,} of the space's points"
     return (
         f"The time limit ended the search after {num_done} of {num_done + counts['trials']} trials; untried:"
-        f" {view.count_text(counts['trials'], 'trial')}{points}. The same command continues it; a longer time"
+        f" {count_text(counts['trials'], 'trial')}{points}. The same command continues it; a longer time"
         " (--time-limit or time_limit_minutes) tries more at once."
     )
 
@@ -278,8 +278,8 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
     kinds = ", ".join(f"{count} {status}" for status, count in counts.items())
     share = 100 * store["cached_steps"] / store["steps"] if store["steps"] else 0
     sentences = [
-        f"{view.count_text(len(trials), 'trial')} ({kinds or 'none'}) in {store['seconds'] / 60:.1f} minutes;"
-        f" {share:.0f} % of {view.count_text(store['steps'], 'step')} came from the store, which saved"
+        f"{count_text(len(trials), 'trial')} ({kinds or 'none'}) in {store['seconds'] / 60:.1f} minutes;"
+        f" {share:.0f} % of {count_text(store['steps'], 'step')} came from the store, which saved"
         f" {store['saved_seconds'] / 60:.1f} minutes."
     ]
     if report["ended"] == "time":

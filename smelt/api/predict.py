@@ -57,7 +57,7 @@ class ExampleOutput:
         image = self.task.traits.modality == "image"
         fields: dict[str, Any] = {"image" if image else "text": self.example.text}
         if self.example.text_pair is not None:
-            fields["text_b"] = self.example.text_pair
+            fields["text_pair"] = self.example.text_pair
         return json.dumps(fields | self.task.result_fields(self.output), ensure_ascii=False)
 
 

@@ -116,7 +116,9 @@ class Columns(BaseModel):
         examples=["text", "sentence", "sentence1", "premise", "question", "content", "review", "document"],
     )
     text_pair: str = Field(
-        default="text_b", description="second text", examples=["text_b", "sentence2", "hypothesis", "answer"]
+        default="text_pair",
+        description="second text",
+        examples=["text_pair", "sentence2", "hypothesis", "answer"],
     )
     image: str = Field(
         default="image",

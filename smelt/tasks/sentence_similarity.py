@@ -33,7 +33,7 @@ class SentenceSimilarity(TaskSpec):
     optional_roles = ("text_pair", "label")
     target_roles = ("label",)
     method = "embed"
-    row_example = '{"text": "..."}, for scored pairs also "text_b" and "label"'
+    row_example = '{"text": "..."}, for scored pairs also "text_pair" and "label"'
     main_metric = "agreement"
     distill_losses = "sentence_embedding: 1.0, pairwise_similarity: 1.0"
     graph_output = "sentence_embedding"

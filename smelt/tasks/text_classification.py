@@ -21,7 +21,7 @@ class TextClassification(Classification):
     name = "text-classification"
     column_roles = ("text", "text_pair", "label")
     method = "predict"
-    row_example = '{"text": "...", "label": "..."}, and "text_b" for pairs'
+    row_example = '{"text": "...", "label": "..."}, and "text_pair" for pairs'
     graph_output = "logits"
     package = PackageClass(
         "text_classification",

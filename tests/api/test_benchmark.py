@@ -104,7 +104,7 @@ def test_texts_are_read_from_lines_or_column(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
         file.write("three\n")
-    (tmp_path / "c.csv").write_text("text,text_b,stars\ngood film,seen twice,5\nbad film,,1\n")
+    (tmp_path / "c.csv").write_text("text,text_pair,stars\ngood film,seen twice,5\nbad film,,1\n")
     (tmp_path / "d.jsonl").write_text('{"en": "a", "de": "b"}\n')
     assert read_samples(tmp_path / "a.txt", "translation") == [Example("one"), Example("two")]
     assert read_samples(tmp_path / "b.txt.gz", "translation") == [Example("three")]

@@ -51,7 +51,7 @@ def test_column_is_default_of_task_or_named(tmp_path, task, columns, expected):
 
 def test_classifier_reads_second_text_if_present(tmp_path):
     path = rows(
-        tmp_path / "d.jsonl", {"text": "a", "text_b": "b"}, {"text": "c", "text_b": ""}, {"text": "d"}
+        tmp_path / "d.jsonl", {"text": "a", "text_pair": "b"}, {"text": "c", "text_pair": ""}, {"text": "d"}
     )
     assert read_examples(path, CLASSIFIER, ()) == [Example("a", text_pair="b"), Example("c"), Example("d")]
     assert read_examples(path, "language-modeling", ()) == [Example("a"), Example("c"), Example("d")]
@@ -73,7 +73,7 @@ def test_csv_and_parquet_are_read(tmp_path):
     ({"src": "a"}, TRANSLATOR, (), "missing-column", ("'source'", ": src.")),
     ({"text": "a"}, CLASSIFIER, ("txt",), "missing-column", ("'text'?",)),
     ({"text": 3}, CLASSIFIER, (), "wrong-column-type", ("'text'", "3")),
-    ({"text": "a", "text_b": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_b'", "3")),
+    ({"text": "a", "text_pair": 3}, CLASSIFIER, (), "wrong-column-type", ("'text_pair'", "3")),
     ({"text": "\ud800"}, CLASSIFIER, (), "lone-surrogate", ("'text'",)),
     ({"text": "a"}, CLASSIFIER, ("text_pair=b",), "missing-column", ("'b'",)),
     ({"source": "a"}, TRANSLATOR, ("text_pair=b",), "does-not-fit-task", ("text_pair=b",)),

@@ -59,7 +59,7 @@ def test_json_record_has_text_and_output(translator, classifier):
     pair = Example("a man", text_pair="two dogs")
     first, second = (json.loads(a.json_line) for a in Predictor(classifier, {}).run([TEXTS[0], pair]))
     assert list(first) == ["text", "label", "probabilities"]
-    assert (second["text"], second["text_b"]) == ("a man", "two dogs")
+    assert (second["text"], second["text_pair"]) == ("a man", "two dogs")
     assert second["label"] in second["probabilities"]
     assert sum(second["probabilities"].values()) == pytest.approx(1)
 

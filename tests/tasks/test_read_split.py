@@ -92,11 +92,11 @@ def test_labels_may_be_lists_or_decimal_numbers(tmp_path):
 
 
 def test_second_text_is_optional_unless_its_column_is_named(tmp_path):
-    path = _write(tmp_path / "a.csv", "text,text_b,label\na,b,0\na,,1\n")
+    path = _write(tmp_path / "a.csv", "text,text_pair,label\na,b,0\na,,1\n")
     assert [e.text_pair for e in _read(path, "text-classification").examples] == ["b", None]
     with raises_code("missing-column", InputError) as excinfo:
-        _read(path, "text-classification", Columns(text_pair="text_c"))
-    assert all(part in str(excinfo.value) for part in ("a.csv:2:", "'text_c'", "'text_b'"))
+        _read(path, "text-classification", Columns(text_pair="text_pare"))
+    assert all(part in str(excinfo.value) for part in ("a.csv:2:", "'text_pare'", "'text_pair'"))
 
 
 @pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])

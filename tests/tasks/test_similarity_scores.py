@@ -32,7 +32,7 @@ def test_partly_missing_scores_are_reported():
 
 
 def test_csv_pairs_are_read_and_texts_are_encoded_separately(tmp_path):
-    (tmp_path / "d.csv").write_text("text,text_b,label\na,b,1\nc,d,0.5\n")
+    (tmp_path / "d.csv").write_text("text,text_pair,label\na,b,1\nc,d,0.5\n")
     split = read_split("d.csv", "sentence-similarity", Columns(), tmp_path)
     assert split.examples == (Example("a", text_pair="b", label=1.0), Example("c", text_pair="d", label=0.5))
     assert split.has_labels
@@ -42,7 +42,7 @@ def test_csv_pairs_are_read_and_texts_are_encoded_separately(tmp_path):
 
 
 def test_column_named_in_recipe_must_exist(tmp_path):
-    (tmp_path / "d.csv").write_text("text,text_b\na,b\n")
+    (tmp_path / "d.csv").write_text("text,text_pair\na,b\n")
     assert not read_split("d.csv", "sentence-similarity", Columns(), tmp_path).has_labels
     with raises_code("missing-column", InputError) as excinfo:
         read_split("d.csv", "sentence-similarity", Columns(label="similarity"), tmp_path)

@@ -152,9 +152,9 @@ def _infer_task(onnx_model: OnnxModel, wanted: Task | None) -> Task:
 
 def _data_format_comments(onnx_model: OnnxModel, task: Task) -> list[str]:
     if task_traits(task).output == "embedding":
-        return ['# Sample format: {"text": "..."}, or {"text": "...", "text_b": "...", "label": 3.8}']
+        return ['# Sample format: {"text": "..."}, or {"text": "...", "text_pair": "...", "label": 3.8}']
     if task_traits(task).modality != "arrays":
-        return ['# Sample format: {"text": "...", "label": "..."}, and "text_b" for pairs']
+        return ['# Sample format: {"text": "...", "label": "..."}, and "text_pair" for pairs']
     unusual_axes = {v.name: v.axis for v in onnx_model.signature.inputs if v.axis != 0 and v.shape != ()}
     axes_text = "".join(
         f", of {name} {'none' if axis is None else axis}" for name, axis in unusual_axes.items()

@@ -233,8 +233,8 @@ def test_pruned_classifier_is_distilled_with_enough_samples(tmp_path, models):
 @pytest.mark.parametrize(("row", "task"), [
     ({"text": "a", "label": 1}, "text-classification"),
     ({"sentence": "a", "label": "good"}, "text-classification"),
-    ({"text": "a", "text_b": "b", "label": "contradiction"}, "text-classification"),
-    ({"text": "a", "text_b": "b", "label": 0.5}, "sentence-similarity"),
+    ({"text": "a", "text_pair": "b", "label": "contradiction"}, "text-classification"),
+    ({"text": "a", "text_pair": "b", "label": 0.5}, "sentence-similarity"),
     ({"text": "a"}, "sentence-similarity"),
 ])  # fmt: skip
 def test_labeled_texts_make_any_encoder_a_classifier(tmp_path, models, row, task):

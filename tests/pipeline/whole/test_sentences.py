@@ -122,7 +122,7 @@ def test_predict_prints_vector_of_text_and_cosine_of_pair(chain):
     output = harness.smelt("predict", artifact, "--json", first, f"{first}\t{second}")
     records = [json.loads(line) for line in output.output.splitlines()]
     assert list(records[0]) == ["text", "embedding"]
-    assert list(records[1]) == ["text", "text_b", "similarity"]
+    assert list(records[1]) == ["text", "text_pair", "similarity"]
     assert records[1]["similarity"] == pytest.approx(a @ b, abs=1e-6)
     rows = harness.smelt("predict", artifact, "--data", chain / "data.jsonl").output.splitlines()
     assert len(rows) == 8
@@ -166,7 +166,7 @@ def test_steps_before_baseline_are_compared_with_it(tmp_path):
     for name in ("model", "distill"):
         with smelt.load(folder / "run" / "artifacts" / name) as loaded:
             rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
-            vectors[name] = loaded.embed([r["text"] for r in rows] + [r["text_b"] for r in rows]).astype(
+            vectors[name] = loaded.embed([r["text"] for r in rows] + [r["text_pair"] for r in rows]).astype(
                 float
             )
     expected = 100 * np.mean(np.sum(vectors["model"] * vectors["distill"], axis=1))
@@ -257,10 +257,10 @@ def test_mixed_row_kinds_are_rejected(tmp_path):
     folder = home(tmp_path, SHORT)
     rows = (folder / "data.jsonl").read_text()
     for line, code, fragments in (
-        ('{"text": "a"}', "partly-missing-column", ("row 1 ", "'text_b'", "row 9 ")),
-        ('{"text": "a", "text_b": "b"}', "partly-missing-column", ("row 1 ", "'label'", "row 9 ")),
+        ('{"text": "a"}', "partly-missing-column", ("row 1 ", "'text_pair'", "row 9 ")),
+        ('{"text": "a", "text_pair": "b"}', "partly-missing-column", ("row 1 ", "'label'", "row 9 ")),
         ('{"text": "a", "label": 1}', "missing-column", ("data.jsonl:9: ", "'label'")),
-        ('{"text": "a", "text_b": "b", "label": "x"}', "wrong-column-type", ("data.jsonl:9: ", "'label'")),
+        ('{"text": "a", "text_pair": "b", "label": "x"}', "wrong-column-type", ("data.jsonl:9: ", "'label'")),
     ):
         (folder / "data.jsonl").write_text(f"{rows}{line}\n")
         error = command_error(harness.smelt("plan", folder / "recipe.yaml", code=2))

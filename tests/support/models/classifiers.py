@@ -94,6 +94,8 @@ def write_labeled_rows(path: Path, problem: str, pairs: bool = False, rows: int 
     }[problem]
     lines = [{"text": SENTENCES[i % len(SENTENCES)], "label": label_of(i)} for i in range(rows)]
     if pairs:
-        lines = [{**line, "text_b": SENTENCES[(3 * i + 1) % len(SENTENCES)]} for i, line in enumerate(lines)]
+        lines = [
+            {**line, "text_pair": SENTENCES[(3 * i + 1) % len(SENTENCES)]} for i, line in enumerate(lines)
+        ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

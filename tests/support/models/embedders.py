@@ -48,7 +48,7 @@ def write_rows(path: Path, count: int = 8, scores: bool = True, paired: bool = T
     for i in range(count):
         line: dict[str, Any] = {"text": SENTENCES[i % len(SENTENCES)]}
         if paired:
-            line["text_b"] = SENTENCES[(3 * i + 1) % len(SENTENCES)]
+            line["text_pair"] = SENTENCES[(3 * i + 1) % len(SENTENCES)]
         if scores:
             line["label"] = round(0.5 * (i % 5), 2)
         lines.append(line)

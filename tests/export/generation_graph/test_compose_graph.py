@@ -147,13 +147,13 @@ def test_generation_graph_requires_only_token_inputs(runners, kind):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "search", "each"),
-    [({}, "ArgMax", 1), ({"num_beams": 3, "early_stopping": True}, "LogSoftmax", 3)],
+    ("wishes", "search"),
+    [({}, "ArgMax"), ({"num_beams": 3, "early_stopping": True}, "LogSoftmax")],
     ids=["greedy", "beams"],
 )
 @pytest.mark.parametrize("kind", ["gpt2", "marian"])
 def test_finished_rows_leave_batch_and_keep_output_order(
-    runners, kind, wishes, search, each, monkeypatch, tmp_path
+    runners, kind, wishes, search, monkeypatch, tmp_path
 ):
     """What a row says does not depend on when the others end, and all are where they were."""
     batch, calls = generation_models.random_batch(9, seed=5, left=kind == "gpt2"), []
@@ -166,16 +166,15 @@ def test_finished_rows_leave_batch_and_keep_output_order(
     assert together == expected_tokens
     ((name, _, feeds),) = calls
     all_feeds = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **feeds}
-    steps = _rows_of(runner.folder / f"{name}.onnx", all_feeds, search, tmp_path)
-    assert steps[0] == 9  # all beams are the same at first
-    assert all(num_rows % each == 0 for num_rows in steps[1:])
-    assert steps[1:] == sorted(steps[1:], reverse=True)
+    steps = _sentences_of(runner.folder / f"{name}.onnx", all_feeds, search, tmp_path)
+    assert steps[0] == 9
+    assert steps == sorted(steps, reverse=True)
     assert len(set(steps)) >= 3, steps  # so rows left at different times
-    assert steps[-1] <= 3 * each
+    assert steps[-1] <= 3
 
 
-def _rows_of(path, inputs, operator, folder):
-    """Return how many rows each run of an operator has got, by ONNX Runtime's profile."""
+def _sentences_of(path, inputs, operator, folder):
+    """Return how many sentences each run of an operator has got, by ONNX Runtime's profile."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")

@@ -187,6 +187,19 @@ def _sentences_of(path, inputs, operator, folder):
 
 
 @pytest.mark.parametrize("kind", ["marian", "gpt2"])
+def test_steps_of_beams_look_up_penalties_and_branch_once(runners, kind):
+    """A step of one sentence costs what its nodes cost: what all steps share is computed before the loop."""
+    graph = onnx.load(runners[kind].folder / "generate_beams.onnx", load_external_data=False).graph
+    for _ in range(2):
+        (loop,) = [node for node in graph.node if node.op_type == "Loop"]
+        (graph,) = [attribute.g for attribute in loop.attribute]
+    operators = [node.op_type for node in graph.node]
+    assert operators.count("If") == 1
+    assert "Pow" not in operators
+    assert operators.count("TopK") == 2  # the beams that continue, and the finished texts
+
+
+@pytest.mark.parametrize("kind", ["marian", "gpt2"])
 @pytest.mark.parametrize("name", ["generate", "generate_beams"])
 def test_constants_are_at_most_one_level_above_their_readers(runners, kind, name):
     """ONNX Runtime packs none that do: a step then takes twice as long."""

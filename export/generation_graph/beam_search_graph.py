@@ -320,8 +320,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         beam_values = BeamValues(*texts)
         steps_taken = b.op("Sub", b.dimension(beam_values.texts, 2), b.dimension(all_texts, 1))
         all_texts = _write_finished(b, all_texts, text_indices, beam_values.finished, steps_taken)
-        is_unfinished = b.op("Squeeze", beam_values.unsettled, b.const([1]))
-        unfinished = b.op("Squeeze", b.op("NonZero", is_unfinished), b.const([0]))
+        unfinished = _unsettled_sentences(b, beam_values)
         next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
         next_values += _keep_sentences(b, source, search, state, unfinished)
         num_steps = b.op("Add", num_steps, steps_taken)
@@ -332,6 +331,12 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     # attention and reshapes fail on a batch without rows, so it runs no step
     max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
     return b.loop("phases", max_trips, loop_values, phase)[1]
+
+
+def _unsettled_sentences(b: GraphBuilder, beams: BeamValues) -> str:
+    """Return int64 [n]: the indices of the sentences that a running beam may still improve."""
+    is_unsettled = b.op("Squeeze", beams.unsettled, b.const([1]))
+    return b.op("Squeeze", b.op("NonZero", is_unsettled), b.const([0]))
 
 
 def _keep_sentences(

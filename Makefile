@@ -63,7 +63,7 @@ bench: $(DEV_READY)
 	$(BIN)/python benchmarks/speed.py $(ARGS)
 	SMELT_FUZZ_DRAWS=300 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/pipeline/faults/test_fuzz.py
 	SMELT_GRAPH_DRAWS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/export/onnx_models/test_drawn.py
-	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/generation_graph/test_compose_graph.py -k drawn
+	SMELT_GENERATION_DRAWS=60 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/export/generation_graph/test_compose_graph.py -k random_settings
 
 matrix: $(DEV_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.support.pairs.run_all_pairs $(ARGS)

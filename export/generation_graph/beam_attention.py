@@ -7,8 +7,8 @@ were computed. Each beam sees only those of its own text; a bias excludes the ot
 places, a small table is reordered, and the caches, which are copied otherwise, are not. When sentences are
 removed from the batch, so are keys that no beam reads any more.
 
-    now  = the bias of this step: that of earlier steps, and each beam's own new key    float32 [B, N, T]
-    next = rows of `now`, those of the parents                                          float32 [B, N, T]
+    table = the bias of a step, each beam's own new key included                float32 [B, 1, N, T]
+    next  = rows of `table`, those of the parents, and the next step's new keys float32 [B, 1, N, T + N]
 
 Attention then multiplies N times as many keys, which takes less time than copying the caches for up to
 `MAX_JOINT_BEAMS` beams (docs/measurements/loop.md#one-cache-for-all-beams).
@@ -41,12 +41,12 @@ _QUERY, _KEY, _VALUE, _BIAS, _MASK, _ADDED, _PAST_KEY, _PAST_VALUE = range(8)
 class SentenceState:
     """What a step of beam search reads of each sentence, of all its beams.
 
-    step: int64 scalar, the number of the step. own: float32 [B, N, N], see `own_keys`. values: names; of
-    `StepModel.sentence_state`.
+    step: int64 scalar, the number of the step. logits_shape: int64 [3], [B, -1, C] of its logits. values:
+    names; of `StepModel.sentence_state`.
     """
 
     step: str
-    own: str
+    logits_shape: str
     values: Sequence[str]
 
 
@@ -80,16 +80,16 @@ def cached_lengths(decoder: Any, caches: Collection[str]) -> list[str] | None:
     return lengths
 
 
-def empty_table(b: GraphBuilder, batch: str) -> str:
-    """Return the table before the first step, float32 [B, 1, 0]; `batch`: int64 [1], B."""
+def first_table(b: GraphBuilder, batch: str) -> str:
+    """Return the table of the first step, float32 [B, 1, 1, 1]; `batch`: int64 [1], B."""
     from onnx import numpy_helper
 
     zero = numpy_helper.from_array(np.zeros(1, np.float32))
-    return b.op("ConstantOfShape", b.op("Concat", batch, b.const([1, 0]), axis=0), value=zero)
+    return b.op("ConstantOfShape", b.op("Concat", batch, b.const([1, 1, 1]), axis=0), value=zero)
 
 
 def own_keys(b: GraphBuilder, batch: str, num_beams: str) -> str:
-    """Return float32 [B, N, N]: 0 where a new key is the beam's own, else -inf.
+    """Return float32 [B, 1, N, N]: 0 where a new key is the beam's own, else -inf.
 
     Args:
         b: a graph around the steps.
@@ -99,15 +99,16 @@ def own_keys(b: GraphBuilder, batch: str, num_beams: str) -> str:
     index = b.op("Range", b.const(0), b.op("Squeeze", num_beams, b.const([0])), b.const(1))
     is_own = b.op("Equal", b.op("Unsqueeze", index, b.const([0])), b.op("Unsqueeze", index, b.const([1])))
     table = b.op("Where", is_own, b.const(0, np.float32), b.const(-np.inf, np.float32))
-    return b.op("Expand", table, b.op("Concat", batch, num_beams, num_beams, axis=0))
+    return b.op("Expand", table, b.op("Concat", batch, b.const([1]), num_beams, num_beams, axis=0))
 
 
-def add_new_keys(b: GraphBuilder, table: str, own_table: str) -> str:
-    """Return this step's table [B, N, T + N] from the previous one [B, N, T] and `own_keys`."""
-    beams = b.op("Shape", table, start=1, end=2)
-    both = b.op("Concat", beams, beams, axis=0)
-    new = b.op("Slice", own_table, b.const([0, 0]), both, b.const([1, 2]))
-    return b.op("Concat", table, new, axis=2)
+def next_table(b: GraphBuilder, table: str, parents: str, own_table: str) -> str:
+    """Return the next step's table [B, 1, N, T + N], of `table` [B, 1, N, T] and `own_keys`.
+
+    `parents`: int64 [B, N].
+    """
+    places = b.op("Unsqueeze", parents, b.const([1, 3]))
+    return b.op("Concat", b.op("GatherND", table, places, batch_dims=2), own_table, axis=3)
 
 
 def keep_read_keys(
@@ -119,12 +120,15 @@ def keep_read_keys(
 
     Args:
         b: a graph around the steps.
-        table: [B, N, T].
+        table: [B, 1, N, T + N], of the next step.
         caches: [B, H, T, d].
         heads: H of each cache.
         sentences: int64 [n], their indices.
     """
-    rows = b.op("Gather", table, sentences, axis=0)
+    length, axis = b.op("Shape", caches[0], start=2, end=3), b.const([2])
+    all_rows = b.op("Gather", b.op("Squeeze", table, b.const([1])), sentences, axis=0)
+    rows = b.op("Slice", all_rows, b.const([0]), length, axis)
+    new = b.op("Slice", all_rows, length, b.const([2**31]), axis)
     best = b.op("ReduceMax", rows, b.const([1]), keepdims=0)
     is_read = b.cast(b.op("Equal", best, b.const(0, np.float32)), np.int64)
     # a maximum of no sentences does not exist
@@ -137,10 +141,11 @@ def keep_read_keys(
     kept_caches = []
     for cache, count in zip(caches, heads, strict=True):
         if count not in places:
-            places[count] = _places(b, sentences, index, count, b.dimension(table, 2))
+            places[count] = _places(b, sentences, index, count, b.op("Squeeze", length, b.const([0])))
         keys = b.op("Reshape", cache, b.op("Concat", b.const([-1]), b.op("Shape", cache, start=3), axis=0))
         kept_caches.append(b.op("Gather", keys, places[count], axis=0))
-    return [b.op("GatherElements", rows, by_beam, axis=2), *kept_caches]
+    kept_table = b.op("Concat", b.op("GatherElements", rows, by_beam, axis=2), new, axis=2)
+    return [b.op("Unsqueeze", kept_table, b.const([1])), *kept_caches]
 
 
 def _places(b: GraphBuilder, sentences: str, index: str, heads: int, length: str) -> str:

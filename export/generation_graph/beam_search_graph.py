@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from smelt.export.generation_graph.beam_attention import SentenceState, keep_read_keys, own_keys
+from smelt.export.generation_graph.beam_attention import (
+    SentenceState,
+    keep_read_keys,
+    next_table,
+    own_keys,
+)
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
     GraphLevel,
@@ -37,37 +42,45 @@ EXCLUDED_SCORE = -1e9
 class BeamValues:
     """The names of a beam search's values; texts and finished are int64 [B, N, T], scores float32 [B, N].
 
-    ended: bool [B, N], which finished places hold an ended text. improvable: bool [B, 1].
+    finished_scores: best first; `EXCLUDED_SCORE` where a place holds no text. unsettled: bool [B, 1], whether
+    a running beam may still beat a finished text.
     """
 
     texts: str
     scores: str
     finished: str
     finished_scores: str
-    ended: str
-    improvable: str
+    unsettled: str
 
 
 @dataclass(frozen=True)
 class BeamSearchValues:
     """The names of values that are constant over all steps.
 
-    token_ids: int64 [C], the token of each score; None if C is V. rule_biases: of the rules, float32
-    [rules, C]. num_beams, num_candidates: int64 [1], N and K. beam_indices: int64 [N]. is_reserve: bool [K],
-    candidates that only continue. num_row_candidates: int64 [1], K and the largest number of excluded tokens.
-    changes_order: bool scalar, whether scores change otherwise than by exclusion.
+    token_ids: int64 [C], the token of each score; None if C is V. num_scores: int64 scalar, C. rule_biases:
+    of the rules, float32 [rules, C]. num_beams, num_candidates: int64 [1], N and K. beam_indices: int64 [N].
+    may_end: bool [K]; the other candidates only continue. num_row_candidates: int64 [1], K and the largest
+    number of excluded tokens. changes_order: bool [rules], whether scores change otherwise than by exclusion.
+    last_step: int64 scalar. penalties, best_penalties: float32 [steps], the divisor of the sum after each
+    step, and the best one that a running beam may still reach. stop_early_at: float32 scalar; a sentence is
+    settled when its worst finished score is higher.
     """
 
     vocabulary: int
     token_ids: str | None
+    num_scores: str
     rules: RuleTables
     rule_biases: str
     num_beams: str
     num_candidates: str
     beam_indices: str
-    is_reserve: str
+    may_end: str
     num_row_candidates: str
     changes_order: str
+    last_step: str
+    penalties: str
+    best_penalties: str
+    stop_early_at: str
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,13 @@ class BeamBatchValues:
 
 
 class BeamStep:
-    """One step of beam search, in the graph `b`; `count` is its number, int64 scalar."""
+    """One step of beam search, in the graph `b`; `count` is its number, int64 scalar.
+
+    For few sentences most of the time of a step is the number of its nodes, not their work.
+    """
 
     def __init__(self, b: GraphBuilder, count: str, search: BeamSearchValues, batch: BeamBatchValues) -> None:
         self.b, self.count, self.search, self.batch = b, count, search, batch
-        self.new = b.op("Add", count, b.const(1))  # tokens after the prompt, including this one
         self.out = b.const(EXCLUDED_SCORE, np.float32)
 
     def top_candidates(self, logits: str, now: BeamValues, mask: str | None) -> tuple[str, str]:
@@ -98,97 +113,107 @@ class BeamStep:
 
         Unless rules depend on the text, each text's best tokens are selected first, so that rules and earlier
         scores are added to few numbers. This gains little with a shortlist, and is then not done.
+
+        Args:
+            logits: float32 [B, R / B, C].
+            now: the beams.
+            mask: int64 [R, T], 0 where a text's prompt is padded; None if it never is.
         """
         b, search = self.b, self.search
         scores = b.op("LogSoftmax", logits, axis=-1)
         rule = step_rule(b, search.rules, self.count, search.rule_biases)
-        forced = b.op("GreaterOrEqual", rule.forced_token(b), b.const(0))
 
         def of_all(inside: GraphBuilder) -> list[str]:
-            totals = self._all_totals(inside, scores, now, mask, rule, forced)
-            return inside.ops("TopK", totals, search.num_candidates, outputs=2, axis=1)
+            return self._best_of_all(inside, self._ruled_totals(inside, scores, now, mask, rule))
 
-        if search.token_ids is not None:
-            best, indices = of_all(b)
-            return best, indices
-        needs_all = b.op("Or", forced, search.changes_order)
+        def of_excluding_rules(inside: GraphBuilder) -> list[str]:
+            if search.token_ids is None:
+                return self._best_of_each_text(inside, scores, now, rule)
+            ruled = inside.op("Add", scores, rule.biases)
+            return self._best_of_all(inside, self._totals(inside, ruled, now))
+
         types = [(np.float32, (None, None)), (np.int64, (None, None))]
-        best, indices = b.if_else_values(
-            needs_all, of_all, lambda i: self._best_of_each_text(i, scores, now, rule), types
-        )
+        needs_all = b.op("Gather", search.changes_order, rule.number, axis=0)
+        best, indices = b.if_else_values(needs_all, of_all, of_excluding_rules, types)
         return best, indices
+
+    def _best_of_all(self, b: GraphBuilder, totals: str) -> list[str]:
+        """Return `top_candidates` of float32 [B, N, C]."""
+        flat = b.op("Reshape", totals, self.batch.flat_shape)
+        return b.ops("TopK", flat, self.search.num_candidates, outputs=2, axis=1)
+
+    def _totals(self, b: GraphBuilder, scores: str, now: BeamValues) -> str:
+        """Return float32 [B, N, C]: the scores of texts with their next tokens."""
+        return b.op("Add", scores, b.op("Unsqueeze", now.scores, b.const([2])))
 
     def _best_of_each_text(self, b: GraphBuilder, scores: str, now: BeamValues, rule: StepRule) -> list[str]:
         """Return `top_candidates` if rules only exclude tokens."""
         search, batch = self.search, self.batch
-        row_scores, tokens = b.ops("TopK", scores, search.num_row_candidates, outputs=2, axis=1)
-        ruled = b.op("Add", row_scores, b.op("Gather", rule.biases, tokens, axis=0))
-        by_beam = b.op("Concat", batch.size, b.const([-1]), search.num_row_candidates, axis=0)
-        totals = b.op("Add", b.op("Reshape", ruled, by_beam), b.op("Unsqueeze", now.scores, b.const([2])))
-        best, order = b.ops(
-            "TopK", b.op("Reshape", totals, batch.flat_shape), search.num_candidates, outputs=2, axis=1
-        )
+        text_scores, tokens = b.ops("TopK", scores, search.num_row_candidates, outputs=2, axis=2)
+        totals = self._totals(b, b.op("Add", text_scores, b.op("Gather", rule.biases, tokens, axis=0)), now)
+        best, order = self._best_of_all(b, totals)
         # in the first step all beams have the tokens of one row
-        tokens = b.op("Expand", b.op("Reshape", tokens, by_beam), b.op("Shape", totals))
+        tokens = b.op("Expand", tokens, b.op("Shape", totals))
         tokens = b.op("GatherElements", b.op("Reshape", tokens, batch.flat_shape), order, axis=1)
         beams = b.op("Div", order, search.num_row_candidates)
-        return [best, b.op("Add", b.op("Mul", beams, b.const(search.vocabulary)), tokens)]
+        return [best, b.op("Add", b.op("Mul", beams, search.num_scores), tokens)]
 
-    def _all_totals(
-        self, b: GraphBuilder, scores: str, now: BeamValues, mask: str | None, rule: StepRule, forced: str
+    def _ruled_totals(
+        self, b: GraphBuilder, scores: str, now: BeamValues, mask: str | None, rule: StepRule
     ) -> str:
-        """Return float32 [B, N * C]: the score of each text with each next token."""
+        """Return float32 [B, N, C]: the score of each text with each next token, with any rule."""
         search, batch = self.search, self.batch
 
         def by_words(inside: GraphBuilder) -> str:
             # in the first step R = B: all beams are equal, so the first is used for all
-            rows = inside.row_count(scores)
-            rows_per_text = inside.op("Div", rows, batch.size)
+            rows = inside.op("Reshape", scores, inside.op("Concat", inside.const([-1]), width, axis=0))
+            rows_per_text = inside.op("Shape", scores, start=1, end=2)
             texts = inside.op("Slice", now.texts, inside.const([0]), rows_per_text, inside.const([1]))
-            table = inside.op("Concat", rows, inside.op("Shape", texts, start=2), axis=0)
-            flat = inside.op("Reshape", texts, table)
+            length = inside.op("Shape", texts, start=2)
+            flat = inside.op("Reshape", texts, inside.op("Concat", inside.const([-1]), length, axis=0))
             if search.token_ids is None:
-                return inside.op("Add", apply_history_rules(inside, scores, flat, mask), rule.biases)
-            every = scatter_to_vocabulary(inside, scores, search.token_ids, search.vocabulary)
-            processed_scores = inside.op(
-                "Gather", apply_history_rules(inside, every, flat, mask), search.token_ids, axis=1
-            )
-            return inside.op("Add", processed_scores, rule.biases)
+                ruled = apply_history_rules(inside, rows, flat, mask)
+            else:
+                every = scatter_to_vocabulary(inside, rows, search.token_ids, search.vocabulary)
+                ruled = inside.op(
+                    "Gather", apply_history_rules(inside, every, flat, mask), search.token_ids, axis=1
+                )
+            return inside.op("Reshape", ruled, batch.per_beam_shape)
 
-        processed = b.if_else(
-            "text_rules", by_words, lambda i: i.op("Add", scores, rule.biases), np.float32, (None, None)
-        )
-        # each branch computes the sum itself: a value passed through a branch would be copied
-        previous_scores = b.op("Unsqueeze", now.scores, b.const([2]))
-
-        def added(inside: GraphBuilder, scores: str) -> str:
-            return inside.op("Add", inside.op("Reshape", scores, batch.per_beam_shape), previous_scores)
-
-        def as_ruled(inside: GraphBuilder) -> str:
-            return inside.if_else(
-                "renormalize_logits", lambda i: added(i, i.op("LogSoftmax", processed, axis=-1)),
-                lambda i: added(i, processed), np.float32, (None, None, None),
-            )  # fmt: skip
-
-        sums = b.if_else(
-            forced,
-            lambda i: i.op("Add", rule.biases, previous_scores),
-            as_ruled,
+        width = b.op("Shape", scores, start=2)
+        shape = (None, None, None)
+        # an If copies what a branch passes through
+        ruled = b.if_else(
+            "text_rules",
+            lambda i: i.op("Add", by_words(i), rule.biases),
+            lambda i: i.op("Add", scores, rule.biases),
             np.float32,
-            (None, None, None),
+            shape,
         )
-        return b.op("Reshape", sums, batch.flat_shape)
+        processed = b.if_else(
+            "renormalize_logits",
+            lambda i: self._totals(i, i.op("LogSoftmax", ruled, axis=-1), now),
+            lambda i: self._totals(i, ruled, now),
+            np.float32,
+            shape,
+        )
+        forced = b.op("GreaterOrEqual", rule.forced_token(b), b.const(0))
+        return b.if_else(
+            forced,
+            lambda i: self._totals(i, rule.biases, now),
+            lambda i: i.op("Identity", processed),
+            np.float32,
+            shape,
+        )
 
-    def select_candidates(
-        self, scores: str, indices: str, now: BeamValues, logits: str
-    ) -> tuple[str, list[str], str, str]:
-        """Return whether all end, the parts of the next `Beams`, ids [R, 1], and each beam's parent [B, N].
+    def select_candidates(self, scores: str, indices: str, now: BeamValues) -> tuple[list[str], str, str]:
+        """Return the values of the next `BeamValues`, ids [B, N], and each beam's parent [B, N].
 
         In the first step R = B: the parent is then the only row of the sentence.
         """
-        b, search, batch = self.b, self.search, self.batch
-        v = b.dimension(search.token_ids, 0) if search.token_ids else b.const(search.vocabulary)
-        source_beams, tokens = b.op("Div", indices, v), b.op("Mod", indices, v)
+        b, search = self.b, self.search
+        source_beams = b.op("Div", indices, search.num_scores)
+        tokens = b.op("Mod", indices, search.num_scores)
         tokens = b.op("Gather", search.token_ids, tokens, axis=0) if search.token_ids else tokens
         candidates = b.op(
             "Concat",
@@ -196,75 +221,56 @@ class BeamStep:
             b.op("Unsqueeze", tokens, b.const([2])),
             axis=2,
         )
-        last = b.op("Equal", self.new, "max_new_tokens")
-        stop = b.op("Or", is_eos(b, search.rules, tokens), last)
+        stop = b.op("Or", is_eos(b, search.rules, tokens), b.op("Equal", self.count, search.last_step))
         # the best candidates that did not end continue
-        running_scores, order = b.ops(
-            "TopK", self._exclude(scores, stop), search.num_beams, outputs=2, axis=1
-        )
+        running = b.op("Where", stop, b.op("Add", scores, self.out), scores)
+        running_scores, order = b.ops("TopK", running, search.num_beams, outputs=2, axis=1)
         texts = self.gather_texts(candidates, order)
-        parent_beams = b.op("GatherElements", source_beams, order, axis=1)
-        finished = self._finished(now, candidates, scores, stop)
-        improvable = b.op("And", now.improvable, self._could_improve(running_scores, finished))
-        ids = b.op("Reshape", b.op("GatherElements", tokens, order, axis=1), b.const([-1, 1]))
-        rows_per_text = b.op("Div", b.row_count(logits), batch.size)
-        parents = b.op("Min", parent_beams, b.op("Sub", rows_per_text, b.const([1])))
-        return b.all_of(stop), [texts, running_scores, *finished, improvable], ids, parents
+        finished, finished_scores = self._finished(now, candidates, scores, stop)
+        unsettled = b.op("And", now.unsettled, self._could_improve(running_scores, finished_scores))
+        # in the first step there is one row per sentence
+        most = b.op("Mul", self.count, search.num_beams)
+        parents = b.op("Min", b.op("GatherElements", source_beams, order, axis=1), most)
+        ids = b.op("GatherElements", tokens, order, axis=1)
+        return [texts, running_scores, finished, finished_scores, unsettled], ids, parents
 
-    def next_state(self, outputs: StepOutputs, ids: str, parents: str) -> list[str]:
+    def next_state(self, outputs: StepOutputs, ids: str, parents: str, own_table: str) -> list[str]:
         """Return the next state of sentences, ids and state of rows; beams continue `parents` [B, N]."""
         b, batch = self.b, self.batch
         rows: list[str] = [*outputs.caches, *outputs.extra_state]
         if rows:
-            rows_per_text = b.op("Div", b.row_count(outputs.logits), batch.size)
+            rows_per_text = b.op("Shape", outputs.logits, start=1, end=2)
             sources = b.op("Add", b.op("Mul", batch.places, rows_per_text), parents)
             sources = b.op("Reshape", sources, b.const([-1]))
             rows = [b.op("Gather", name, sources, axis=0) for name in rows]
-        tables = [self.gather_texts(name, parents) for name in outputs.sentence_state[:1]]
+        tables = [next_table(b, name, parents, own_table) for name in outputs.sentence_state[:1]]
+        ids = b.op("Reshape", ids, b.const([-1, 1]))
         return [*tables, *outputs.sentence_state[1:], ids, *rows]
 
     def gather_texts(self, texts: str, places: str) -> str:
         """Return [B, K, T]: the texts of [B, N, T] at the indices [B, K]."""
         return self.b.op("GatherND", texts, self.b.op("Unsqueeze", places, self.b.const([2])), batch_dims=1)
 
-    def _exclude(self, scores: str, where: str) -> str:
-        """Exclude `scores` where `where` is true."""
-        return self.b.op("Where", where, self.b.op("Add", scores, self.out), scores)
+    def _finished(self, now: BeamValues, candidates: str, scores: str, stop: str) -> tuple[str, str]:
+        """Insert candidates that have just ended into the finished texts if they are better.
 
-    def _finished(self, now: BeamValues, candidates: str, scores: str, stop: str) -> list[str]:
-        """Insert candidates that have just ended into the finished texts if they are better."""
-        b, search, batch = self.b, self.search, self.batch
-        not_ended = b.op("Or", b.op("Not", stop), search.is_reserve)
-        penalized = b.op("Div", scores, self._penalty(self.new))
-        full = b.op("And", "early_stopping", b.all_of(now.ended, [1], keep=True))
-        for invalid in (full, b.op("Not", now.improvable), not_ended):
-            penalized = self._exclude(penalized, invalid)
-        all_scores = b.op("Concat", now.finished_scores, penalized, axis=1)
+        No score is above 0, so no other candidate is better than a place without text.
+        """
+        b, search = self.b, self.search
+        ends = b.op("And", b.op("And", stop, search.may_end), now.unsettled)
+        penalized = b.op("Div", scores, b.op("Gather", search.penalties, self.count, axis=0))
+        all_scores = b.op("Concat", now.finished_scores, b.op("Where", ends, penalized, self.out), axis=1)
         best, order = b.ops("TopK", all_scores, search.num_beams, outputs=2, axis=1)
-        texts = b.op("Concat", b.op("Concat", now.finished, batch.padding, axis=2), candidates, axis=1)
-        ended = b.op("Concat", now.ended, b.op("Not", not_ended), axis=1)
-        return [self.gather_texts(texts, order), best, b.op("GatherElements", ended, order, axis=1)]
+        texts = b.op("Concat", b.op("Concat", now.finished, self.batch.padding, axis=2), candidates, axis=1)
+        return self.gather_texts(texts, order), best
 
-    def _could_improve(self, going: str, finished: Sequence[str]) -> str:
+    def _could_improve(self, running_scores: str, finished_scores: str) -> str:
         """Return bool [B, 1]: whether the best running beam may still beat the worst finished text."""
-        b = self.b
-        _, scores, ended = finished
-        length = b.op("Where", "never_stop_early", "max_new_tokens", self.new)
-        best = b.op("Slice", going, b.const([0]), b.const([1]), b.const([1]))
-        possible = b.op("Div", best, self._penalty(length))
-        worst = b.op("Where", ended, b.op("ReduceMin", scores, b.const([1]), keepdims=1), self.out)
-        return b.any_of(b.op("Greater", possible, worst), [1], keep=True)
-
-    def _penalty(self, length: str) -> str:
-        """Return float32: `length` to the power of the length penalty, the divisor of the sum."""
-        b = self.b
-        return b.cast(b.op("Pow", b.cast(length, np.float64), "length_penalty"), np.float32)
-
-
-def settled_sentences(b: GraphBuilder, beams: BeamValues) -> str:
-    """Return bool [B]: which sentences are finished, because no running beam can beat their texts."""
-    full = b.op("And", "early_stopping", b.all_of(beams.ended, [1]))
-    return b.op("Or", full, b.op("Not", b.op("Squeeze", beams.improvable, b.const([1]))))
+        b, search = self.b, self.search
+        best = b.op("Slice", running_scores, b.const([0]), b.const([1]), b.const([1]))
+        possible = b.op("Div", best, b.op("Gather", search.best_penalties, self.count, axis=0))
+        worst = b.op("Slice", finished_scores, b.const([-1]), b.const([2**31]), b.const([1]))
+        return b.op("And", b.op("Greater", possible, worst), b.op("LessOrEqual", worst, search.stop_early_at))
 
 
 # inputs of a graph with beam search, in addition to those of the rules
@@ -310,23 +316,27 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
         texts, carried_values = carried_values[: len(parts)], carried_values[len(parts) :]
         shared, state = carried_values[: len(source.shared)], carried_values[len(source.shared) :]
         inner = _BeamPhase([root, GraphLevel(b)], source, search, num_steps, shared)
-        is_done, texts, state = inner.add_loop([*parts, *loop_values[-len(state) :]], texts, state)
+        texts, state = inner.add_loop([*parts, *loop_values[-len(state) :]], texts, state)
         beam_values = BeamValues(*texts)
         steps_taken = b.op("Sub", b.dimension(beam_values.texts, 2), b.dimension(all_texts, 1))
         all_texts = _write_finished(b, all_texts, text_indices, beam_values.finished, steps_taken)
-        unfinished = b.op(
-            "Squeeze", b.op("NonZero", b.op("Not", settled_sentences(b, beam_values))), b.const([0])
-        )
+        unfinished = _unsettled_sentences(b, beam_values)
         next_values = [b.op("Gather", name, unfinished, axis=0) for name in (text_indices, *texts, *shared)]
         next_values += _keep_sentences(b, source, search, state, unfinished)
-        should_continue = b.op(
-            "And", b.op("Greater", b.dimension(unfinished, 0), b.const(0)), b.op("Not", is_done)
-        )
-        return should_continue, [b.op("Add", num_steps, steps_taken), all_texts, *next_values]
+        num_steps = b.op("Add", num_steps, steps_taken)
+        any_unfinished = b.op("Greater", b.dimension(unfinished, 0), b.const(0))
+        should_continue = b.op("And", any_unfinished, b.op("Less", num_steps, "max_new_tokens"))
+        return should_continue, [num_steps, all_texts, *next_values]
 
     # attention and reshapes fail on a batch without rows, so it runs no step
     max_trips = b.op("Mul", "max_new_tokens", b.op("Min", count, b.const(1)))
     return b.loop("phases", max_trips, loop_values, phase)[1]
+
+
+def _unsettled_sentences(b: GraphBuilder, beams: BeamValues) -> str:
+    """Return int64 [n]: the indices of the sentences that a running beam may still improve."""
+    is_unsettled = b.op("Squeeze", beams.unsettled, b.const([1]))
+    return b.op("Squeeze", b.op("NonZero", is_unsettled), b.const([0]))
 
 
 def _keep_sentences(
@@ -358,49 +368,46 @@ class _BeamPhase:
 
     def add_loop(
         self, carried: Sequence[LoopCarried], texts: Sequence[str], state: Sequence[str]
-    ) -> tuple[str, list[str], list[str]]:
-        """Append the loop; return whether the search is over (bool scalar), and the new texts and state.
+    ) -> tuple[list[str], list[str]]:
+        """Append the loop; return the new texts and state.
 
         Args:
             carried: the values passed from step to step.
-            texts: of `Beams`.
+            texts: of `BeamValues`.
             state: of sentences, ids, caches and extra of the source.
         """
         source, b = self.source, self.levels[-1].builder
         batch = _batch_values(b, self.search, texts[0])
         own_table = own_keys(b, batch.size, self.search.num_beams) if source.sentence_state else ""
-        # when this many sentences are finished, they are removed
-        min_finished = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
-        min_finished = b.op("Squeeze", min_finished, b.const([0]))
+        # when an eighth of the sentences is finished, they are removed
+        finished_part = b.op("Max", b.op("Div", batch.size, b.const([8])), b.const([1]))
+        most_unsettled = b.op("Squeeze", b.op("Sub", batch.size, finished_part), b.const([0]))
         initial_values = [
             replace(state_value, initial=name)
             for state_value, name in zip(carried, (*texts, *state), strict=True)
         ]
 
         def body(b: GraphBuilder, count: str, names: list[str]) -> tuple[str, list[str]]:
-            beam_values, (_, *carried_values) = BeamValues(*names[: len(texts)]), names[len(texts) :]
+            beam_values, carried_values = BeamValues(*names[: len(texts)]), names[len(texts) :]
             step = BeamStep(b, b.op("Add", count, self.before), self.search, batch)
-            sentences = SentenceState(step.count, own_table, carried_values[: len(source.sentence_state)])
+            sentences = SentenceState(
+                step.count, batch.per_beam_shape, carried_values[: len(source.sentence_state)]
+            )
             ids, *carried_values = carried_values[len(source.sentence_state) :]
             caches, extra_state = carried_values[: len(source.caches)], carried_values[len(source.caches) :]
             step_outputs = source.add_step(
                 [*self.levels, GraphLevel(b)], ids, caches, extra_state, (1, self.shared), sentences
             )
-            mask, logits = extra_state[0] if source.mask else None, step_outputs.logits
-            scores, indices = step.top_candidates(logits, beam_values, mask)
-            is_done, next_values, ids, parents = step.select_candidates(scores, indices, beam_values, logits)
-            next_state = step.next_state(step_outputs, ids, parents)
-            num_finished = b.op(
-                "ReduceSum", b.cast(settled_sentences(b, BeamValues(*next_values)), np.int64), keepdims=0
-            )
-            should_continue = b.op("And", b.op("Less", num_finished, min_finished), b.op("Not", is_done))
-            return should_continue, [*next_values, is_done, *next_state]
+            mask = extra_state[0] if source.mask else None
+            scores, indices = step.top_candidates(step_outputs.logits, beam_values, mask)
+            next_values, ids, parents = step.select_candidates(scores, indices, beam_values)
+            next_state = step.next_state(step_outputs, ids, parents, own_table)
+            num_unsettled = b.op("ReduceSum", b.cast(next_values[-1], np.int64), keepdims=0)
+            return b.op("Greater", num_unsettled, most_unsettled), [*next_values, *next_state]
 
-        is_done = LoopCarried("over", b.const(False, np.bool_), np.bool_, ())
-        loop_inputs = [*initial_values[: len(texts)], is_done, *initial_values[len(texts) :]]
         max_trips = b.op("Sub", "max_new_tokens", self.before)
-        loop_outputs = b.loop("beams", max_trips, loop_inputs, body)
-        return loop_outputs[len(texts)], loop_outputs[: len(texts)], loop_outputs[len(texts) + 1 :]
+        loop_outputs = b.loop("beams", max_trips, initial_values, body)
+        return loop_outputs[: len(texts)], loop_outputs[len(texts) :]
 
 
 def _write_finished(b: GraphBuilder, all_texts: str, places: str, finished: str, taken: str) -> str:
@@ -422,14 +429,28 @@ def _search_values(b: GraphBuilder, source: StepModel, vocabulary: int) -> BeamS
         b.op("Min", candidates_per_beam, b.row_count(token_ids) if token_ids else b.const([vocabulary])),
     )
     candidate_index = b.op("Range", b.const(0), b.op("Squeeze", num_candidates, b.const([0])), one_constant)
+    is_forced = b.op("GreaterOrEqual", "forced_tokens", b.const(0))
+    out, infinity = b.const(EXCLUDED_SCORE, np.float32), b.const(np.inf, np.float32)
+    lengths = b.op("Range", one_constant, b.op("Add", "max_new_tokens", one_constant), one_constant)
+    penalties = _penalty(b, lengths)
     return BeamSearchValues(
-        vocabulary, token_ids, prepare_rules(b, vocabulary),
+        vocabulary, token_ids, b.dimension(token_ids, 0) if token_ids else b.const(vocabulary),
+        prepare_rules(b, vocabulary),
         b.op("Gather", "rule_biases", token_ids, axis=1) if token_ids else "rule_biases", n, num_candidates,
         beam_indices=b.op("Range", b.const(0), "num_beams", one_constant),
-        is_reserve=b.op("GreaterOrEqual", candidate_index, n),
+        may_end=b.op("Less", candidate_index, n),
         num_row_candidates=_num_row_candidates(b, num_candidates, vocabulary),
-        changes_order=b.op("Or", "text_rules", "renormalize_logits"),
+        changes_order=b.op("Or", b.op("Or", "text_rules", "renormalize_logits"), is_forced),
+        last_step=b.op("Sub", "max_new_tokens", one_constant),
+        penalties=penalties,
+        best_penalties=b.op("Where", "never_stop_early", _penalty(b, "max_new_tokens"), penalties),
+        stop_early_at=b.op("Where", "early_stopping", out, infinity),
     )  # fmt: skip
+
+
+def _penalty(b: GraphBuilder, lengths: str) -> str:
+    """Return float32: `lengths` to the power of the length penalty, the divisor of a sum of scores."""
+    return b.cast(b.op("Pow", b.cast(lengths, np.float64), "length_penalty"), np.float32)
 
 
 def _num_row_candidates(b: GraphBuilder, num_candidates: str, vocabulary: int) -> str:
@@ -466,13 +487,11 @@ def _initial_beams(b: GraphBuilder, prompt: str) -> list[LoopCarried]:
     later_beams = b.op("Greater", b.op("Range", b.const(0), "num_beams", b.const(1)), b.const(0))
     out, zero = b.const(EXCLUDED_SCORE, np.float32), b.const(0, np.float32)
     scores = b.op("Expand", b.op("Where", later_beams, out, zero), table)
-    none = b.op("Expand", b.const(False, np.bool_), table)
-    all_improvable = b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0))
+    all_unsettled = b.op("Expand", b.const([[True]], np.bool_), b.op("Concat", batch, b.const([1]), axis=0))
     return [
         LoopCarried("running", texts, np.int64, (None, None, None)),
         LoopCarried("scores", scores, np.float32, (None, None)),
         LoopCarried("finished", texts, np.int64, (None, None, None)),
         LoopCarried("finished_scores", b.op("Expand", out, table), np.float32, (None, None)),
-        LoopCarried("ended", none, np.bool_, (None, None)),
-        LoopCarried("improvable", all_improvable, np.bool_, (None, 1)),
+        LoopCarried("unsettled", all_unsettled, np.bool_, (None, 1)),
     ]

@@ -29,9 +29,8 @@ from smelt.core.errors import RunError
 from smelt.export.generation_graph.beam_attention import (
     BeamQueries,
     SentenceState,
-    add_new_keys,
     cached_lengths,
-    empty_table,
+    first_table,
 )
 from smelt.export.generation_graph.graph_builder import (
     GraphBuilder,
@@ -270,9 +269,10 @@ def _remove_nodes(graph: Any, nodes: set[int]) -> Any:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """The results of a step. logits: float32 [R, V]; caches [R, H, P + S, d]; extra: for the next step.
+    """The results of a step. caches [R, H, P + S, d]; extra: for the next step.
 
-    sentence_state: for the next step, see `SentenceState`; its table is not reordered yet.
+    logits: float32 [R, C], in beam search [B, R / B, C]. sentence_state: for the next step, see
+    `SentenceState`; its table is not reordered yet.
     """
 
     logits: str
@@ -352,8 +352,9 @@ class EncoderDecoderModel:
         lengths = cached_lengths(self._decoder, [_past(name) for name in self._own])
         if lengths is None:
             return
-        table = empty_table(root, root.row_count("input_ids"))
-        self.sentence_state = [LoopCarried("own_keys", table, np.float32, (None, None, None)), *self.caches]
+        table = first_table(root, root.row_count("input_ids"))
+        shape = (None, 1, None, None)
+        self.sentence_state = [LoopCarried("own_keys", table, np.float32, shape), *self.caches]
         self.caches, self._lengths = [], lengths
 
     def use_shortlist(self, root: GraphLevel, folder: Path, vocabulary: int) -> None:
@@ -376,10 +377,9 @@ class EncoderDecoderModel:
         level_index, values = shared
         names = [*self._cross, "encoder_attention_mask"]
         levels[level_index].names |= dict(zip(names, values[: len(names)], strict=True))
-        inner, table, bias = levels[-1], "", ""
+        inner, table = levels[-1], ""
         if beams and beams.values:
-            table, caches = add_new_keys(inner.builder, beams.values[0], beams.own), beams.values[1:]
-            bias = inner.builder.op("Unsqueeze", table, inner.builder.const([1]))
+            table, caches = beams.values[0], beams.values[1:]
             length = inner.builder.op("Unsqueeze", beams.step, inner.builder.const([0]))
             inner.names |= dict.fromkeys(self._lengths, length)
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
@@ -391,13 +391,13 @@ class EncoderDecoderModel:
             queries.share_keys(dict(zip(values, widths, strict=False)))
             if table:
                 widths = [_width(value) for value in self.sentence_state[1:]]
-                queries.share_caches(dict(zip(caches, widths, strict=True)), bias)
+                queries.share_caches(dict(zip(caches, widths, strict=True)), table)
             queries.merge_reshapes()
         value_names = names_at(levels)
         logits = (
-            value_names["logits"]
-            if self._head is None
-            else self._shortlist_logits(levels, level_index, values[-1], beams is not None)
+            self._shortlist_logits(levels, level_index, values[-1], beams)
+            if self._head
+            else _by_sentence(inner.builder, value_names["logits"], beams)
         )
         new_caches = [value_names[name] for name in self._own]
         if table:
@@ -405,19 +405,15 @@ class EncoderDecoderModel:
         return StepOutputs(logits, new_caches, [])
 
     def _shortlist_logits(
-        self, levels: Sequence[GraphLevel], level_index: int, hidden: str, beams: bool
+        self, levels: Sequence[GraphLevel], level_index: int, hidden: str, beams: SentenceState | None
     ) -> str:
-        """Return float32 [R, C]: the logits of the batch's shortlist, plus `hidden` [B, C] of a level."""
+        """Return the logits of the batch's shortlist, plus `hidden` [B, C] of a level."""
         assert self._head is not None
         outer, b = levels[level_index].builder, levels[-1].builder
         logits = self._head.shortlist_logits(b, names_at(levels)[self._head.states])
-        if not beams:
-            return b.op("Add", logits, hidden)
-        width = outer.op("Shape", hidden, start=1)
-        by_sentence = outer.op("Concat", outer.row_count(hidden), outer.const([-1]), width, axis=0)
-        together = b.op("Reshape", logits, by_sentence)
-        logits_by_sentence = b.op("Add", together, outer.op("Unsqueeze", hidden, outer.const([1])))
-        return b.op("Reshape", logits_by_sentence, outer.op("Concat", outer.const([-1]), width, axis=0))
+        if beams:
+            hidden = outer.op("Unsqueeze", hidden, outer.const([1]))
+        return b.op("Add", _by_sentence(b, logits, beams), hidden)
 
 
 class DecoderOnlyModel:
@@ -463,11 +459,17 @@ class DecoderOnlyModel:
             builder.op("Add", last, builder.const(1)),
         ]
         logits = builder.op("Squeeze", value_names["logits"], builder.const([1]))
+        logits = _by_sentence(builder, logits, beams)
         return StepOutputs(
             logits,
             [value_names[f"present.{name.removeprefix('past_key_values.')}"] for name in self._past],
             next_state,
         )
+
+
+def _by_sentence(b: GraphBuilder, logits: str, beams: SentenceState | None) -> str:
+    """Return `StepOutputs.logits` from float32 [R, C]."""
+    return b.op("Reshape", logits, beams.logits_shape) if beams else logits
 
 
 def _width(keys: LoopCarried) -> int:

@@ -83,12 +83,16 @@ def propose_steps(
     steps: Iterator[ProposedStep]
     if train:
         is_fast = fast and not convolutional
+        # measured for translators only; an encoder may have one output channel far above the others
+        per_tensor = is_fast and scheme == DEFAULT_SCHEME and model_info.traits.output == "text"
+        per_tensor = per_tensor and model_info.traits.architecture == "encoder-decoder"
         training_steps = (
             _fast_steps(model_info, rows, selection_metric) if is_fast else _training_steps(model_info, rows)
         )
         int8_source = "" if convolutional else "tuned" if model_info.needs_classifier else MODEL_STEP
         steps = itertools.chain(
-            training_steps, _export_steps(machine, convolutional, "small", scheme, int8_source)
+            training_steps,
+            _export_steps(machine, convolutional, "small", scheme, int8_source, per_tensor),
         )
     else:
         steps = _training_free_steps(model_info.task, machine, convolutional, calibration, scheme)
@@ -241,11 +245,22 @@ def _training_free_steps(
 
 
 def _export_steps(
-    machine: MachineInfo, convolutional: bool, source: str, scheme: str, int8_source: str = ""
+    machine: MachineInfo,
+    convolutional: bool,
+    source: str,
+    scheme: str,
+    int8_source: str = "",
+    per_tensor: bool = False,
 ) -> Iterator[ProposedStep]:
     """Yield the exports of the step `source`, which is the one before them, or the model.
 
-    scheme: of the quantized steps. int8_source: the step of a branch that is only quantized, if there is one.
+    Args:
+        machine: the machine.
+        convolutional: whether the model is of convolutions.
+        source: the step that is exported.
+        scheme: of the quantized steps.
+        int8_source: the step of a branch that is only quantized, if there is one.
+        per_tensor: also propose one scale per matrix; the run's verdict chooses by score and speed.
     """
     comment = "for deployment on a CPU" if convolutional else "without quantization, for comparison"
     yield ProposedStep("onnx", "{target: ort-cpu}", comment, "onnx-fp32")
@@ -257,6 +272,11 @@ def _export_steps(
         text = "int8 weights" if scheme == DEFAULT_SCHEME else "int8, no answer depends on its batch"
         yield ProposedStep("quantize", f"{{scheme: {scheme}}}", text, "int8", source)
         yield ProposedStep("onnx", "{target: ort-cpu}", "for deployment on a CPU", "onnx-int8")
+    if per_tensor:
+        settings = f"{{scheme: {scheme}, granularity: tensor}}"
+        comment = "one scale per matrix: faster, unless the score drops"
+        yield ProposedStep("quantize", settings, comment, "int8-tensor", source)
+        yield ProposedStep("onnx", "{target: ort-cpu}", "", "onnx-int8-tensor")
     if int8_source:  # often the smallest loss of quality
         settings = f"{{scheme: {scheme}}}"
         yield ProposedStep("quantize", settings, "only int8, for comparison", "int8-alone", int8_source)

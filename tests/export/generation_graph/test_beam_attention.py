@@ -9,9 +9,10 @@ from onnx import TensorProto, helper
 from smelt.export.generation_graph.beam_attention import (
     MAX_JOINT_BEAMS,
     BeamQueries,
-    add_new_keys,
     cached_lengths,
+    first_table,
     keep_read_keys,
+    next_table,
     own_keys,
 )
 from smelt.export.generation_graph.graph_builder import GraphBuilder, value_info
@@ -42,16 +43,19 @@ def table_of(*rows):
     return np.where(np.array(rows) == 1, 0, -np.inf).astype(np.float32)
 
 
-def test_first_step_reads_its_only_key_and_later_beams_their_own():
+def test_later_step_reads_keys_of_parents_and_own_new_key():
+    """The table of the first step has one row and one key."""
     b = GraphBuilder()
     own_table = own_keys(b, b.const([2]), b.const([3]))
-    first, later = add_new_keys(b, "none", own_table), add_new_keys(b, "earlier", own_table)
-    earlier = table_of([[1, 0], [1, 1], [0, 1]], [[1, 1], [1, 1], [1, 1]])
-    feeds = {"none": np.zeros((2, 1, 0), np.float32), "earlier": earlier}
-    first_table, later_table = run(b, [first, later], feeds)
-    np.testing.assert_array_equal(first_table, np.zeros((2, 1, 1)))
-    np.testing.assert_array_equal(later_table[:, :, :2], earlier)
-    np.testing.assert_array_equal(later_table[:, :, 2:], [table_of([1, 0, 0], [0, 1, 0], [0, 0, 1])] * 2)
+    second = next_table(b, first_table(b, b.const([2])), b.const(np.zeros((2, 3))), own_table)
+    later = next_table(b, "earlier", "parents", own_table)
+    earlier = table_of([[1, 0], [1, 1], [0, 1]], [[1, 1], [1, 1], [1, 0]])
+    parents = np.array([[2, 0, 2], [1, 2, 0]])
+    second_table, later_table = run(b, [second, later], {"earlier": earlier[:, None], "parents": parents})
+    own = table_of([1, 0, 0], [0, 1, 0], [0, 0, 1])
+    np.testing.assert_array_equal(second_table[0, 0], np.hstack([np.zeros((3, 1)), own]))
+    expected = [np.hstack([earlier[i, parents[i]], own]) for i in range(2)]
+    np.testing.assert_array_equal(later_table[:, 0], expected)
 
 
 @pytest.mark.parametrize("sentences", [[2, 0], [1], []])
@@ -65,8 +69,12 @@ def test_keys_that_no_beam_reads_are_dropped(sentences):
     b = GraphBuilder()
     names = keep_read_keys(b, "table", ["c0", "c1", "c2"], [2, 2, 1], "sentences")
     feeds = {f"c{index}": cache for index, cache in enumerate(caches)}
-    feeds |= {"table": table, "sentences": np.array(sentences, np.int64)}
-    kept_table, *kept_caches = run(b, names, feeds)
+    own = np.broadcast_to(table_of([1, 0], [0, 1]), (3, 2, 2))
+    with_own = np.concatenate([table, own], axis=2)[:, None]
+    feeds |= {"table": with_own, "sentences": np.array(sentences, np.int64)}
+    next_step, *kept_caches = run(b, names, feeds)
+    kept_table, kept_own = next_step[:, 0, :, :-2], next_step[:, 0, :, -2:]
+    np.testing.assert_array_equal(kept_own, own[sentences])
     most = max([(table[i] == 0).any(axis=0).sum() for i in sentences], default=0)
     assert kept_table.shape == (len(sentences), 2, most)
     for row, sentence in enumerate(sentences):
@@ -122,11 +130,12 @@ def test_attention_over_shared_cache_equals_attention_of_each_beam(split):
     step_nodes = list(root.nodes)
     root.nodes.clear()
     queries._shape(WIDTH), queries._shape(3 * WIDTH), root.const([-1, 1, WIDTH])
-    now = root.op("Unsqueeze", add_new_keys(root, "table", own_keys(root, "batch", "beams")), root.const([1]))
+    now = next_table(root, "table", "parents", own_keys(root, "batch", "beams"))
     root.nodes.extend(step_nodes)
     queries.share_caches({"past_key": WIDTH}, now)
     queries.merge_reshapes()
-    sizes = {"batch": np.array([sentences]), "beams": np.array([beams]), "table": table}
+    sizes = {"batch": np.array([sentences]), "beams": np.array([beams]), "table": table[:, None]}
+    sizes["parents"] = np.tile(np.arange(beams), (sentences, 1))
     caches = {"past_key": shared[0], "past_value": shared[1]}
     attended, key, _ = run(root, names, {**feeds, **sizes, **caches})
     np.testing.assert_allclose(attended, expected, rtol=1e-5, atol=1e-6)

@@ -26,9 +26,10 @@ def run_step(logits, scores, **changed):
     """Return scores and indices [B, K] of the candidates of a step."""
     b = GraphBuilder()
     search = _search_values(b, SimpleNamespace(shortlist_ids=None), VOCABULARY)
-    now = BeamValues("texts", "scores", "", "", "", "")
+    now = BeamValues("texts", "scores", "", "", "")
     step = BeamStep(b, b.const(0), search, _batch_values(b, search, "texts"))
-    names = list(step.top_candidates("logits", now, None))
+    by_sentence = b.op("Reshape", "logits", b.const([SENTENCES, -1, VOCABULARY]))
+    names = list(step.top_candidates(by_sentence, now, None))
     feeds = {
         "logits": logits,
         "scores": scores,
@@ -40,6 +41,10 @@ def run_step(logits, scores, **changed):
         "text_rules": np.array(False),
         "renormalize_logits": np.array(False),
         "num_beams": np.array(BEAMS),
+        "max_new_tokens": np.array(5),
+        "length_penalty": np.array(1.0),
+        "early_stopping": np.array(False),
+        "never_stop_early": np.array(False),
         "pad_token_id": np.array(0),
         "repetition_penalty": np.array(1, np.float32),
         "no_repeat_ngram_size": np.array(0),

@@ -123,6 +123,34 @@ def test_recipe_with_training_also_quantizes_unpruned_model(models, as_fast_as_i
 
 
 @pytest.mark.parametrize(
+    ("family", "task", "is_fast", "serve", "expected"),
+    [
+        ("marian", "translation", True, False, "tensor"),
+        ("marian", "translation", False, False, None),
+        ("marian", "translation", True, True, None),  # another scheme
+        ("bert", "text-classification", True, False, None),
+        ("llama", "language-modeling", True, False, None),
+    ],
+)
+def test_fast_recipe_of_translator_also_tries_one_scale_per_matrix(
+    tmp_path, models, family, task, is_fast, serve, expected
+):
+    model = init_models.model_for(models, family, task)
+    options = InitOptions(task, fast=is_fast, serve=serve)
+    _, path = init_recipe(
+        str(model), [rows(tmp_path / "rows", task)], str(tmp_path / "r.yaml"), task, options=options
+    )
+    plan = load_plan(path)
+    branches = {step.name: step for step in plan.steps}
+    assert ("onnx-int8-tensor" in branches) == (expected is not None)
+    if expected:
+        per_tensor, per_channel = branches["int8-tensor"], branches["int8"]
+        assert per_tensor.parent == per_channel.parent
+        options = per_channel.settings.scheme_options("int8-dynamic")
+        assert per_tensor.settings.scheme_options("int8-dynamic") == options | {"granularity": expected}
+
+
+@pytest.mark.parametrize(
     ("count", "expected"), [(1, []), (2, [1]), (3, [2]), (5, [4]), (12, [10]), (32, [26])]
 )
 def test_language_model_keeps_four_of_five_layers(models, count, expected):

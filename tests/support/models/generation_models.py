@@ -108,6 +108,9 @@ def random_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]
         }
         wishes["num_beams"] = draw.randint(2, 5)
         wishes |= {name: value for name, value in of_beams.items() if draw.random() < 0.6}
+    for name in {"suppress_tokens", "begin_suppress_tokens"} & wishes.keys():  # transformers refuses both
+        allowed = {wishes.get("forced_bos_token_id")}
+        wishes[name] = [token for token in wishes[name] if token not in allowed] or [EOS]
     return wishes, {name: value for name, value in extra_settings.items() if draw.random() < 0.35}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smelt.core.thread_waiting import limit_spinning
 from smelt.core.errors import (
     DeviceWarning,
     EngineWarning,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from smelt.export.package.write_package import WrittenPackage
     from smelt.pipeline.execute.run_result import Report, Result
     from smelt.pipeline.plan.plan import Plan
+
+limit_spinning()  # before torch is imported, which reads it
 
 __all__ = [
     "DeviceWarning",

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.core.thread_waiting import limit_spinning
 from smelt.core.errors import (
     DeviceWarning,
     EngineWarning,
@@ -23,6 +22,7 @@ from smelt.core.errors import (
     SmeltError,
     TruncationWarning,
 )
+from smelt.core.thread_waiting import limit_spinning
 
 if TYPE_CHECKING:
     from smelt.api.load import Model

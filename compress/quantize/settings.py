@@ -478,9 +478,7 @@ class QuantizeSettings(PartSchemeSettings):
     @property
     def _may_measure_sensitivity(self) -> bool:
         return (
-            self.needs_activation_ranges
-            or self.smoothquant_alpha is not None
-            or self.chooses_by_sensitivity
+            self.needs_activation_ranges or self.smoothquant_alpha is not None or self.chooses_by_sensitivity
         )
 
     @property

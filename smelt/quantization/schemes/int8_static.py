@@ -92,8 +92,8 @@ def unsigned_zero_point(zero: int) -> Tensor:
 
 # The target whose runtime has one operator for the whole layer.
 _FUSED = "ort-cpu"
-# The targets whose kernels multiply uint8 with int8 weights: on x86 without AVX-VNNI-INT8, activations of int8
-# would have 128 added to them in the inner loop.
+# The targets whose kernels multiply uint8 with int8 weights: on x86 without AVX-VNNI-INT8, 128 would be added
+# to activations of int8 in the inner loop.
 _UNSIGNED = (_FUSED, "openvino")
 
 

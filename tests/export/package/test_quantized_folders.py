@@ -245,7 +245,8 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
     assert codes == {
         "compressed-tensors": None if has_form else expected,
         # its other layers are floats
-        "gptq": "mixed-quantization" if name == "int4" else expected, "awq": None if name == "int4" else expected,
+        "gptq": "mixed-quantization" if name == "int4" else expected,
+        "awq": None if name == "int4" else expected,
     }  # fmt: skip
 
 

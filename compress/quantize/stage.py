@@ -73,7 +73,7 @@ class Quantize(Stage[QuantizeSettings]):
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
 

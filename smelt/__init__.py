@@ -22,6 +22,7 @@ from smelt.core.errors import (
     SmeltError,
     TruncationWarning,
 )
+from smelt.core.thread_waiting import limit_spinning
 
 if TYPE_CHECKING:
     from smelt.api.load import Model
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from smelt.export.package.write_package import WrittenPackage
     from smelt.pipeline.execute.run_result import Report, Result
     from smelt.pipeline.plan.plan import Plan
+
+limit_spinning()  # before torch is imported, which reads it
 
 __all__ = [
     "DeviceWarning",

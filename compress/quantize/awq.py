@@ -44,7 +44,7 @@ from smelt.calibration.samples import CalibrationSamples
 from smelt.calibration.sequential import ModelPart
 from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.quantize.hqq import pool_errors, select_per_group
-from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest
+from smelt.compress.quantize.plan_layers import PlannedLayer, dequantize_codes, round_to_nearest
 from smelt.compress.quantize.scale_targets import (
     DtypeOf,
     ScaleKind,
@@ -134,11 +134,7 @@ def search_scales(
 def _output_error(product: LayerToScale, scales: Tensor, moment: Tensor) -> float:
     weight, scheme, options = product
     quantized = round_to_nearest(weight * scales, scheme, options)
-    difference = (
-        scheme.dequantize(quantized.q_weight, quantized.qparams, options).flatten(1)[:, : weight.shape[1]]
-        / scales
-        - weight
-    )
+    difference = dequantize_codes(quantized, scheme, options, weight) / scales - weight
     return float(((difference @ moment) * difference).sum())
 
 

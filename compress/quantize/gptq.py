@@ -137,6 +137,7 @@ def gptq_quantize(
     ranged = scheme.supports_clipping and not scheme.requires_training
     grid = find_grid(split_into_groups(updated if ranged else weight, size), weight.shape[1], scheme, options)
     codes = scheme.quantize(split_into_groups(updated, size), grid, options)
+    stored = scheme.stored_qparams(grid, options)  # what later columns have to compensate
     updated = updated[:, order]  # from here on in the order of rounding
     for start in range(0, updated.shape[1], _BLOCK_COLUMNS):
         end = min(start + _BLOCK_COLUMNS, updated.shape[1])
@@ -144,7 +145,7 @@ def gptq_quantize(
         for j in range(start, end):
             input_index = int(order[j])
             group, position = divmod(input_index, size)
-            group_grid = {name: _group_slice(tensor, group) for name, tensor in grid.items()}
+            group_grid = {name: _group_slice(tensor, group) for name, tensor in stored.items()}
             column = updated[:, j].clone()
             if zeros is not None:
                 column[zeros[:, input_index]] = 0.0

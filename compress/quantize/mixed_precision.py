@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from smelt.calibration.prefix_cache import PrefixCachedModel
+from smelt.calibration.prefix_cache import Change, PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.compress.quantize.nested_settings import MaxExcluded, MixedPrecision
 from smelt.compress.quantize.plan_layers import (
@@ -45,7 +48,7 @@ from smelt.models.families.registry import blocks_of
 from smelt.quantization.schemes.registry import SCHEMES_BY_BITS
 from smelt.stage import Context, candidate_artifact
 
-UnitT = TypeVar("UnitT")  # a unit that is changed as a whole
+KeyT = TypeVar("KeyT")
 
 # default of max_excluded.layers, as a fraction of all layers
 _DEFAULT_EXCLUDED_SHARE = 0.1
@@ -77,65 +80,74 @@ def measure_layer_sensitivities(
     spread = output_variance(reference_outputs, samples)
     linear_layers = [layer for layer in layers if layer.multiplies]
     sensitivities = dict.fromkeys((layer.name for layer in linear_layers), 0.0)
-    changes = output_changes(model, linear_layers, lambda layer: [layer], samples, reference_outputs, ctx)
-    for count, (layer, measure_error) in enumerate(changes, start=1):
-        quantized = quantize_planned(layer, ranges)
-        replace_layer(model, [], layer.name, quantized, {})
+
+    @contextmanager
+    def quantized(layer: PlannedLayer) -> Iterator[None]:
+        replace_layer(model, [], layer.name, quantize_planned(layer, ranges), {})
         try:
-            error = measure_error()
+            yield
         finally:
             replace_layer(model, [], layer.name, layer.module, {})
-        sensitivities[layer.name] = round_significant(
+
+    changes = [LayerChange([layer], partial(quantized, layer), layer.name) for layer in linear_layers]
+    errors = output_errors(model, changes, samples, reference_outputs, ctx)
+    for count, (name, error) in enumerate(errors, start=1):
+        sensitivities[name] = round_significant(
             error / sum(right.numel() for right in reference_outputs) / spread
         )
         ctx.progress(count, len(linear_layers), "sensitivity of each layer")
     return dict(sorted(sensitivities.items(), key=lambda item: -item[1]))
 
 
-def output_changes(
+@dataclass(frozen=True)
+class LayerChange(Generic[KeyT]):
+    """A change of `layers`, inside the context that `apply` returns; `key` identifies it."""
+
+    layers: Sequence[PlannedLayer]
+    apply: Change
+    key: KeyT
+
+
+def output_errors(
     model: Any,
-    units: Sequence[UnitT],
-    layers_of: Callable[[UnitT], Sequence[PlannedLayer]],
+    changes: Sequence[LayerChange[KeyT]],
     samples: CalibrationSamples,
     reference_outputs: Sequence[Tensor],
     ctx: Context,
-) -> Iterator[tuple[UnitT, Callable[[], float]]]:
-    """Yield each of `units` with a function that measures the output error while the unit is changed.
+) -> Iterator[tuple[KeyT, float]]:
+    """Yield the key of each change with the sum of the squared changes of all outputs.
 
-    The model runs from the unit's block on, since nothing before it changes (see `PrefixCachedModel`).
+    The model runs from the changed block on, since nothing before it changes, and later blocks compute
+    several changes at once (see `PrefixCachedModel`).
 
     Args:
-        model: unchanged whenever the next unit is requested.
-        units: yielded in the order of their blocks; units in no block, or in several, first.
-        layers_of: returns the layers of a unit.
+        model: unchanged outside of the changes.
+        changes: yielded in the order of their blocks; changes in no block, or in several, first.
         samples: calibration samples.
         reference_outputs: outputs of the unchanged model on each batch.
         ctx: for a temporary folder next to `ctx.out` if memory is short.
-
-    Yields:
-        The unit, and a function that returns the sum of the squared changes of all outputs.
     """
     blocks = blocks_of(model)
 
-    def block_of(unit: UnitT) -> int:
+    def block_of(change: LayerChange[KeyT]) -> int:
         block_indices = [
             next((index for index, b in enumerate(blocks) if layer.name.startswith(f"{b.module_path}.")), -1)
-            for layer in layers_of(unit)
+            for layer in change.layers
         ]
         return block_indices[0] if len(set(block_indices)) == 1 else -1
 
+    def squared_error(number: int, output: Tensor) -> float:
+        return float((output - reference_outputs[number]).square().sum(dtype=torch.float64))
+
     with tempfile.TemporaryDirectory(dir=ctx.out.parent) as folder:
         cached_model = PrefixCachedModel(model, samples.batches, Path(folder))
-
-        def output_error() -> float:
-            pairs = zip(cached_model.outputs(), reference_outputs, strict=True)
-            return sum((float((out - right).square().sum(dtype=torch.float64)) for out, right in pairs), 0.0)
-
-        for unit in sorted(units, key=block_of):
-            block = block_of(unit)
+        for block, group in groupby(sorted(changes, key=block_of), key=block_of):
             if block >= 0:
                 cached_model.start_at(blocks[block].stack.name, blocks[block].index)
-            yield unit, output_error
+            in_block = list(group)
+            applied = [change.apply for change in in_block]
+            errors = cached_model.outputs_of_changes(applied, squared_error)
+            yield from zip((change.key for change in in_block), errors, strict=True)
 
 
 def output_variance(outputs: Sequence[Tensor], samples: CalibrationSamples) -> float:
@@ -319,22 +331,26 @@ def measure_matrix_sensitivities(
     """
     reference_outputs = [out.clone() for out in model_outputs(model, samples.batches)]
     spread = output_variance(reference_outputs, samples) * sum(out.numel() for out in reference_outputs)
-    total = sum(len(unit.costs) for unit in units)
-    done = 0
-    for unit, measure_error in output_changes(
-        model, units, lambda unit: unit.layers, samples, reference_outputs, ctx
-    ):
-        for bits in unit.costs:
-            layers = unit.layers_with_bits(bits, settings)
-            quantize_layers(model, layers, {}, quantizer)
-            try:
-                error = measure_error()
-            finally:
-                for layer in layers:
-                    replace_layer(model, [], layer.name, layer.module, {})
-            unit.sensitivities[bits] = round_significant(error / spread)
-            done += 1
-            ctx.progress(done, total, "sensitivity of each layer")
+
+    @contextmanager
+    def quantized(unit: WeightMatrix, bits: int) -> Iterator[None]:
+        layers = unit.layers_with_bits(bits, settings)
+        quantize_layers(model, layers, {}, quantizer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                replace_layer(model, [], layer.name, layer.module, {})
+
+    changes = [
+        LayerChange(unit.layers, partial(quantized, unit, bits), (unit, bits))
+        for unit in units
+        for bits in unit.costs
+    ]
+    errors = output_errors(model, changes, samples, reference_outputs, ctx)
+    for count, ((unit, bits), error) in enumerate(errors, start=1):
+        unit.sensitivities[bits] = round_significant(error / spread)
+        ctx.progress(count, len(changes), "sensitivity of each layer")
 
 
 # minimum difference in bits per weight between two scored models

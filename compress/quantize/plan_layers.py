@@ -464,8 +464,12 @@ def quantized_weight_bits(model: nn.Module, stored: int = 4) -> float:
 def dequantize_codes(
     codes: UnpackedWeights, scheme: Scheme, options: SchemeOptions, weight: Tensor
 ) -> Tensor:
-    """Return the dequantized `codes` of a matrix like `weight` [N, K], float32 [N, K]."""
-    return scheme.dequantize(codes.q_weight, codes.qparams, options).flatten(1)[:, : weight.shape[1]]
+    """Return the dequantized `codes` of a matrix like `weight` [N, K], float32 [N, K].
+
+    Scales are those that are stored: with double quantization their quantized values.
+    """
+    grid = scheme.stored_qparams(codes.qparams, options)
+    return scheme.dequantize(codes.q_weight, grid, options).flatten(1)[:, : weight.shape[1]]
 
 
 def small_weights(layers: Collection[PlannedLayer]) -> dict[str, Tensor]:

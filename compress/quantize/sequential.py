@@ -426,15 +426,13 @@ def _exclude_sensitive(
     ctx: Context,
 ) -> list[PlannedLayer]:
     """Measure the sensitivities of layers; return `layers`, with `exclude: auto` less the most sensitive."""
-    automatic = AUTO in settings.exclude
-    measured = automatic or settings.needs_activation_ranges or settings.smoothquant_alpha is not None
-    if not measured or not settings.sensitivity_samples:
+    if settings.mixed_precision is not None or not settings.num_sensitivity_samples:
         return list(layers)
     few = _sensitivity_samples(samples, settings, ctx)
     sensitivities = measure_layer_sensitivities(model, layers, ranges, few, ctx)
     ctx.details["sensitivity"] = {name: float(f"{value:.3g}") for name, value in sensitivities.items()}
     ctx.details["sensitivity_samples"] = few.num_samples
-    if not automatic:
+    if AUTO not in settings.exclude:
         return list(layers)
     excluded = select_sensitive(sensitivities, settings.max_excluded or MaxExcluded())
     return [layer for layer in layers if layer.name not in excluded]
@@ -443,7 +441,7 @@ def _exclude_sensitive(
 def _sensitivity_samples(
     samples: CalibrationSamples, settings: QuantizeSettings, ctx: Context
 ) -> CalibrationSamples:
-    few = samples.subset(settings.sensitivity_samples)
+    few = samples.subset(settings.num_sensitivity_samples)
     _warn_of_few_tokens(few, _SENSITIVITY_TEXT, "sensitivity_samples and calibration_samples", ctx)
     return few
 

@@ -55,6 +55,7 @@ def two_bit_warnings(schemes: Iterable[str]) -> list[Message]:
 
 # special pattern of `exclude`: the most sensitive layers
 AUTO = "auto"
+_SENSITIVITY_SAMPLES = 8  # where layers are chosen by their sensitivity
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
 _FLOAT_RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.has_float_activations)
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
@@ -146,10 +147,11 @@ class QuantizeSettings(PartSchemeSettings):
         ge=1,
         description="calibration samples; default: ten tokens for each input of the widest layer",
     )
-    sensitivity_samples: int = Field(
-        default=8,
+    sensitivity_samples: int | None = Field(
+        default=None,
         ge=0,
-        description="samples for the sensitivity of layers",
+        description="samples for the sensitivity of layers; default: 8 with exclude: auto or"
+        " mixed_precision, otherwise it is not measured",
     )
     embeddings: bool | None = Field(
         default=None,
@@ -217,7 +219,7 @@ class QuantizeSettings(PartSchemeSettings):
                 "mixed_precision and exclude: auto both choose by sensitivity; remove one of them",
                 code="settings-conflict",
             )
-        if not self.sensitivity_samples:
+        if not self.num_sensitivity_samples:
             raise SettingError(
                 "mixed_precision needs the sensitivity of each layer; sensitivity_samples must be 1 or more",
                 code="too-few-rows",
@@ -338,7 +340,7 @@ class QuantizeSettings(PartSchemeSettings):
                 "max_excluded has no effect without exclude: auto; set exclude: auto, or remove max_excluded",
                 code="unused-setting",
             )
-        if AUTO in self.exclude and not self.sensitivity_samples:
+        if AUTO in self.exclude and not self.num_sensitivity_samples:
             raise SettingError(
                 "exclude: auto needs the sensitivity of each layer; sensitivity_samples must be 1 or more",
                 code="too-few-rows",
@@ -452,18 +454,31 @@ class QuantizeSettings(PartSchemeSettings):
 
         Other settings process a large model block by block (`open_large_model`).
         """
-        measured = self._may_measure_sensitivity and self.sensitivity_samples > 0
+        measured = self._may_measure_sensitivity and self.num_sensitivity_samples > 0
         ranges_of_scaled = self.needs_activation_ranges and self.method in CALIBRATED_METHODS
         scaled_twice = self.smoothquant_alpha is not None and self.scales_inputs
         return self.correction is not None or measured or ranges_of_scaled or scaled_twice
 
     @property
+    def chooses_by_sensitivity(self) -> bool:
+        """Whether the sensitivity of layers decides how they are quantized."""
+        return AUTO in self.exclude or self.mixed_precision is not None
+
+    @property
+    def num_sensitivity_samples(self) -> int:
+        """The samples for the sensitivity of layers; 0: it is not measured.
+
+        Each layer needs runs of its own, so the time is quadratic in the number of layers. Where nothing is
+        chosen by it, it is only measured on request.
+        """
+        if self.sensitivity_samples is not None:
+            return self.sensitivity_samples
+        return _SENSITIVITY_SAMPLES if self.chooses_by_sensitivity else 0
+
+    @property
     def _may_measure_sensitivity(self) -> bool:
         return (
-            self.needs_activation_ranges
-            or self.smoothquant_alpha is not None
-            or AUTO in self.exclude
-            or self.mixed_precision is not None
+            self.needs_activation_ranges or self.smoothquant_alpha is not None or self.chooses_by_sensitivity
         )
 
     @property
@@ -521,6 +536,7 @@ class QuantizeSettings(PartSchemeSettings):
         dumped = super().to_report() | shared_options(self.used_schemes(), self)
         dumped |= {"embeddings": self.quantizes_embeddings, "output_layer": self.quantizes_output_layer}
         dumped["calibration_method"] = self.range_method
+        dumped["sensitivity_samples"] = self.num_sensitivity_samples
         if self.mixed_precision is None:
             dumped["embedding_scheme"] = self.resolved_embedding_scheme
         unused = {name for name, means in self._effective_settings().items() if not means}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from smelt.compress.quantize.methods import BLOCK_METHODS
 from smelt.compress.quantize.scheme_settings import MODEL_PARTS, simulated_activation_warnings
-from smelt.compress.quantize.settings import AUTO, QuantizeSettings, two_bit_warnings
+from smelt.compress.quantize.settings import QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning, with_article
@@ -73,7 +73,7 @@ class Quantize(Stage[QuantizeSettings]):
             " QERA, Zhang et al. 2024, arXiv:2410.06040; SVDQuant, Li et al. 2024, arXiv:2411.05007",
         ]
     )
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeSettings
 
@@ -148,8 +148,7 @@ class Quantize(Stage[QuantizeSettings]):
     @classmethod
     def lighter_settings(cls, settings: QuantizeSettings) -> Iterator[tuple[str, QuantizeSettings]]:
         """Yield settings that may need less memory, with their text: those that run block by block."""
-        selects = settings.mixed_precision is not None or AUTO in settings.exclude
-        if settings.sensitivity_samples and not selects:
+        if settings.num_sensitivity_samples and not settings.chooses_by_sensitivity:
             yield "sensitivity_samples: 0", settings.model_copy(update={"sensitivity_samples": 0})
         rtn = QuantizeSettings(scheme=settings.scheme)
         if not rtn.needs_calibration and rtn != settings:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
-from smelt.export.package.quantized_folder import QuantizedFolderFormat, quantized_layer_edits
+from smelt.core.files import read_json_object
+from smelt.export.package.quantized_folder import (
+    QuantizedFolderFormat,
+    float_linear_layers,
+    quantized_layer_edits,
+)
 from smelt.models.edits import quantize_edit_options
 from smelt.models.quantization_config import CHECKPOINT_BITS
 from smelt.quantization.groupwise import GROUP_SIZE, group_size
@@ -93,6 +98,26 @@ class GptqFormat(_Int4FolderFormat):
     summary: ClassVar[str] = "a 4-bit language model in GPTQ's layout, for vLLM"
     requirements: ClassVar[str] = "optimum gptqmodel"
 
+    def check(self, artifact: Artifact) -> None:
+        """Require that all linear layers but the output layer are quantized.
+
+        transformers (optimum 2.3) would load floats as quantized.
+
+        Raises:
+            InputError: `mixed-quantization`, or those of both layouts.
+        """
+        from smelt.models.empty_model import empty_model
+
+        super().check(artifact)
+        config = read_json_object(artifact.path / "config.json")
+        if float_layers := float_linear_layers(empty_model(artifact.path)[0], config):
+            raise InputError(
+                f"its layers {', '.join(float_layers[:3])} are floats; in this format all linear layers but"
+                " the output layer are quantized. Quantize without `exclude`, or package it as awq or"
+                " compressed-tensors.",
+                code="mixed-quantization",
+            )
+
     def convert(
         self, matrices: Mapping[str, QuantizedMatrix], float_layers: list[str], head: str, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,19 +125,8 @@ class GptqFormat(_Int4FolderFormat):
 
         The first cannot store zero points of 0, and GPTQModel refuses it with zero points if
         another program wrote it.
-
-        Raises:
-            InputError: a layer has floats, which transformers (optimum 2.3) would load as quantized.
         """
         from smelt.models.int4_packing import pack_gptq
-
-        if float_layers:
-            raise InputError(
-                f"its layers {', '.join(float_layers[:3])} are floats; in this format all linear layers but"
-                " the output layer are quantized. Quantize without `exclude`, or package it as awq or"
-                " compressed-tensors.",
-                code="mixed-quantization",
-            )
 
         unpacked = {name: self.unpacked(name, matrix) for name, matrix in matrices.items()}
         symmetric = all(bool((layer.zeros == _MIDDLE).all()) for layer in unpacked.values())

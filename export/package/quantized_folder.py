@@ -75,7 +75,7 @@ class QuantizedFolderFormat(ABC):
             dtype: of the model's floats.
 
         Raises:
-            InputError: the layout does not support the size of a layer, or layers in floats.
+            InputError: the layout does not support the size of a layer.
             RunError: the tensors stand for other values.
         """
 
@@ -199,11 +199,7 @@ class QuantizedFolderFormat(ABC):
                 _require_whole_groups(name, matrix)
                 matrices[name] = matrix
         embedding, head = _token_tables(config)
-        float_layers = [
-            name
-            for name, module in model.named_modules()
-            if name not in matrices and name != head and isinstance(module, torch.nn.Linear)
-        ]
+        float_layers = float_linear_layers(model, config)
         packed, config[QUANTIZATION_CONFIG_KEY] = self.convert(matrices, float_layers, head, dtype)
         if {f"{embedding}.weight", f"{head}.weight"} <= tensors.keys():
             config["tie_word_embeddings"] = False  # only one of the two was quantized
@@ -219,6 +215,15 @@ def quantized_layer_edits(folder: Path) -> list[Edit]:
     return [
         edit for edit in read_edits(folder) if edit.get("op") == "quantize" and edit["module"] not in tables
     ]
+
+
+def float_linear_layers(model: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the linear layers of a language model that are floats, without the output layer."""
+    import torch
+
+    _, head = _token_tables(config)
+    named_modules = model.named_modules()
+    return [name for name, module in named_modules if name != head and isinstance(module, torch.nn.Linear)]
 
 
 def _tables(config: Mapping[str, Any]) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,6 +55,23 @@ class BlockStateCache:
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.safetensors"
+
+
+def repeat_batch(batch: Mapping[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """Return the inputs of `batch`, repeated along their first dimension."""
+    return {name: torch.cat([value] * copies) for name, value in batch.items()}
+
+
+def stack_outputs(outputs: Sequence[BlockOutput], samples: int) -> BlockOutput:
+    """Return the outputs of a block for several copies of a batch, as if it had run on all at once.
+
+    samples: the size of the batch; a bias of positions has one row for all of them.
+    """
+    if isinstance(outputs[0], Tensor):
+        rows: list[Any] = list(outputs)
+        return torch.cat([row.expand(samples, *row.shape[1:]) if len(row) == 1 else row for row in rows])
+    columns = list(zip(*outputs, strict=True))
+    return tuple(None if column[0] is None else stack_outputs(column, samples) for column in columns)
 
 
 def _size_bytes(parts: list[Tensor | None]) -> int:

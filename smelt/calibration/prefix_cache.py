@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smelt.calibration.block_states import BlockOutput, repeat_batch
 from smelt.calibration.samples import model_outputs
 from smelt.calibration.sequential import STATES_MEMORY_BYTES, SequentialRunner
 from smelt.models.families.registry import family_of
@@ -17,6 +19,11 @@ from smelt.tasks.samples import TensorBatch
 
 # Computes a result from a model and a batch, such as a loss.
 BatchFunction = Callable[[Any, Mapping[str, Tensor]], Any]
+# Changes the model inside its context.
+Change = Callable[[], AbstractContextManager[None]]
+
+# Tokens of all changes that later blocks compute at once: fewer would wait for the weights to be read.
+_STACKED_TOKENS = 1024
 
 
 class PrefixCachedModel:
@@ -86,3 +93,45 @@ class PrefixCachedModel:
                 return called(model, batch)
 
         return resumed
+
+    def outputs_of_changes(
+        self, changes: Sequence[Change], compare: Callable[[int, Tensor], float]
+    ) -> Iterator[float]:
+        """Yield for each change the sum over all batches of `compare(number of the batch, outputs)`.
+
+        After `start_at`, only its block may change. Each change runs this block alone; later blocks compute
+        several changes at once, as one batch, with the same results but for the rounding of sums.
+        """
+        if self._walk is None:
+            for change in changes:
+                with change():
+                    yield sum((compare(i, out) for i, out in enumerate(self.outputs())), 0.0)
+            return
+        pending: list[list[BlockOutput]] = []  # by change, then batch
+        for change in changes:
+            with change():
+                pending.append([self._walk.next_output(number) for number in range(len(self.batches))])
+            if (len(pending) + 1) * max(map(_num_tokens, pending[0])) > _STACKED_TOKENS:
+                yield from self._compare_pending(pending, compare)
+                pending.clear()
+        if pending:
+            yield from self._compare_pending(pending, compare)
+
+    def _compare_pending(
+        self, pending: Sequence[Sequence[BlockOutput]], compare: Callable[[int, Tensor], float]
+    ) -> list[float]:
+        """Run the model after the changed block; return the sums of `compare` by change."""
+        assert self._walk is not None
+        sums = [0.0] * len(pending)
+        for number, batch in enumerate(self.batches):
+            with self._walk.resume_batch(number, [outputs[number] for outputs in pending]):
+                stacked = next(model_outputs(self.model, [repeat_batch(batch, len(pending))]))
+            for index, output in enumerate(stacked.chunk(len(pending))):
+                sums[index] += compare(number, output)
+        return sums
+
+
+def _num_tokens(output: BlockOutput) -> int:
+    """Return the number of tokens, of all samples, in the hidden states that a block returns."""
+    states = output if isinstance(output, Tensor) else output[0]
+    return int(states.shape[:-1].numel())

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutput
 
-from smelt.calibration.block_states import BlockOutput, BlockStateCache
+from smelt.calibration.block_states import BlockOutput, BlockStateCache, stack_outputs
 from smelt.calibration.samples import (
     CalibrationSamples,
     InputCallback,
@@ -105,17 +105,32 @@ class SequentialRunner:
         return self._done > number
 
     @contextmanager
-    def resume_batch(self, number: int) -> Iterator[None]:
-        """Resume the model from the stored states of batch `number` inside the context."""
+    def resume_batch(self, number: int, outputs: Sequence[BlockOutput] = ()) -> Iterator[None]:
+        """Resume the model from the stored states of batch `number` inside the context.
+
+        outputs: of the next position, which is then not run: one for each copy of the batch in the inputs
+            (see `repeat_batch`).
+        """
+        copies = max(1, len(outputs))
         with ExitStack() as stack:
             if self.encoded is not None:
-                states = self.encoded.get(number, str(self.model.device))
+                states: Any = self.encoded.get(number, str(self.model.device))
+                states = states.repeat(copies, *[1] * (states.dim() - 1))
                 encoder = self.model.get_encoder()
                 stack.callback(forward_restorer(encoder))
                 encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=states)
-            if self._stack is not None:
+            if outputs:
+                rows = len(next(iter(self.batches[number].values())))
+                stacked = self._done + 1, stack_outputs(outputs, rows)
+                stack.enter_context(self._replay_states(number, None, stacked))
+            elif self._stack is not None:
                 stack.enter_context(self._replay_states(number, None))
             yield
+
+    def next_output(self, number: int) -> BlockOutput:
+        """Return the output of the next position for a batch, without storing it."""
+        with torch.inference_mode():
+            return self._run(number, self._done)
 
     def run_block(self, block: Block, see: StatesCallback | None = None) -> None:
         """Run `block` and store its outputs instead of its inputs; call `see` with both."""
@@ -263,17 +278,25 @@ class SequentialRunner:
         return self._stack
 
     @contextmanager
-    def _replay_states(self, number: int, last: int | None) -> Iterator[None]:
-        """Replace positions that have run by the stored states; stop the forward pass after `last`."""
+    def _replay_states(
+        self, number: int, last: int | None, replayed: tuple[int, BlockOutput] | None = None
+    ) -> Iterator[None]:
+        """Replace positions that have run by the stored states; stop the forward pass after `last`.
+
+        replayed: the number of positions to replace, and the output of the last of them, instead.
+        """
         stack_modules = self._stack_modules(self._current_stack)
-        cached_state = self.states.get(number, str(self.model.device)) if self._done else None
+        done, cached_state = replayed or (
+            self._done,
+            self.states.get(number, str(self.model.device)) if self._done else None,
+        )
         calls = 0
 
         def stand_in(forward: Callable[..., BlockOutput]) -> Callable[..., BlockOutput]:
             def call(*args: Any, **kwargs: Any) -> BlockOutput:
                 nonlocal calls
                 index, calls = calls, calls + 1
-                if index < self._done:
+                if index < done:
                     assert cached_state is not None
                     return cached_state
                 result = forward(*args, **kwargs)

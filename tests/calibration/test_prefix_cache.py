@@ -1,8 +1,11 @@
 """A model that goes on from a block gives, to the bit, what it gives when it is run from its beginning."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from smelt.calibration import prefix_cache
 from smelt.calibration.prefix_cache import PrefixCachedModel
 from smelt.calibration.samples import CalibrationSamples, model_outputs
 from smelt.models.checkpoint import load_model
@@ -56,6 +59,44 @@ def test_cached_outputs_equal_full_forward_wherever_a_layer_changes(family, tmp_
             scaled(model, block, 1 / by)
         model.load_state_dict(load_model(every_family.model_with_layers(family, 3))[0].state_dict())
         assert equal(list(retried.outputs()), plain)
+
+
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+def test_changes_run_together_give_outputs_of_full_forward(family, tmp_path, monkeypatch):
+    """Later blocks compute several changes at once."""
+    monkeypatch.setattr(prefix_cache, "_STACKED_TOKENS", 60)
+    model = tiny_model(family)
+    rows = rows_for(model)
+    retried, ran = PrefixCachedModel(model, rows.batches, tmp_path), []
+    blocks = blocks_of(model)
+    model.get_submodule(blocks[-1].parts[-1].linear_layers[-1]).register_forward_pre_hook(
+        lambda _, inputs: ran.append(len(inputs[0].flatten(0, -2)))
+    )
+
+    def change(block, by):
+        @contextmanager
+        def apply():
+            scaled(model, block, by)
+            yield
+            scaled(model, block, 1 / by)
+
+        return apply
+
+    def summarize(number, output):
+        return (number + 1) * float(output.double().square().sum())
+
+    for block in blocks:
+        expected, changes = [], [change(block, by) for by in (2.0, 0.5, 4.0)]
+        for apply in changes:
+            with apply():
+                expected.append(sum(summarize(*numbered) for numbered in enumerate(whole(model, rows))))
+        retried.start_at(block.stack.name, block.index)
+        ran.clear()
+        sums = list(retried.outputs_of_changes(changes, summarize))
+        assert sums == pytest.approx(expected, rel=1e-4)
+        assert len({round(value, 3) for value in expected}) == len(changes)
+        if block.stack.name == blocks[-1].stack.name and block.index < blocks[-1].index:
+            assert len(ran) < len(changes) * len(rows.batches)
 
 
 @pytest.mark.parametrize("family", ["marian", "llama"])

@@ -92,6 +92,9 @@ def unsigned_zero_point(zero: int) -> Tensor:
 
 # The target whose runtime has one operator for the whole layer.
 _FUSED = "ort-cpu"
+# The targets whose kernels multiply uint8 with int8 weights: on x86 without AVX-VNNI-INT8, 128 would be added
+# to activations of int8 in the inner loop.
+_UNSIGNED = (_FUSED, "openvino")
 
 
 class Int8Static(Int8PerChannel):
@@ -192,7 +195,7 @@ class Int8Static(Int8PerChannel):
         if use == "lookup":
             return {}
         zero = input_zero_point(matrix)
-        if target == _FUSED:
+        if target in _UNSIGNED:
             return {"zero_point": unsigned_zero_point(zero)}
         return {"zero_point": torch.tensor(zero, dtype=torch.int8)}
 

@@ -9,8 +9,14 @@ import torch
 from smelt.calibration.statistics import NotInvertibleError, empty_statistics, inverse_cholesky
 from smelt.compress.quantize import gptq as module
 from smelt.compress.quantize.gptq import column_updates, gptq_quantize
-from smelt.compress.quantize.plan_layers import PlannedLayer, round_to_nearest, scheme_grid
+from smelt.compress.quantize.plan_layers import (
+    PlannedLayer,
+    dequantize_codes,
+    round_to_nearest,
+    scheme_grid,
+)
 from smelt.quantization.schemes.registry import default_options, find_scheme
+from tests.support import schemes
 
 SCHEMES = {
     "int4": {"group_size": 16}, "int3": {"group_size": 16}, "int2": {"group_size": 32, "symmetric": False},
@@ -206,3 +212,19 @@ def test_singular_moment_gets_more_damping():
     torch.testing.assert_close(factor.T @ factor, torch.linalg.inv(damped))
     with pytest.raises(NotInvertibleError):
         inverse_cholesky(replace(statistics, second_moment=moment * torch.nan))
+
+
+def test_columns_compensate_error_of_double_quantized_scales():
+    """The scales that bitsandbytes stores, not those before their quantization."""
+    weight, _, statistics = drawn(inputs=128, outputs=40)
+    scheme, updates = find_scheme("bnb-nf4"), column_updates(statistics, "none")
+    plain = default_options(scheme)
+    double = plain | {"use_double_quant": True}
+    codes = gptq_quantize(weight, updates, scheme, double, scheme_grid)
+    matrix = schemes.rounded_matrix("bnb-nf4", weight, use_double_quant=True)
+    matrix.set_weight_(codes)
+    stored = matrix.unpack().qparams
+    expected = gptq_quantize(weight, updates, scheme, plain, lambda *_: stored)
+    assert torch.equal(codes.q_weight, expected.q_weight)
+    assert not torch.equal(stored["scales"], codes.qparams["scales"])
+    assert torch.equal(dequantize_codes(codes, scheme, double, weight), matrix.dequantize())

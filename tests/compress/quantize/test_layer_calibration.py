@@ -91,9 +91,13 @@ def test_sensitivity_reports_number_of_samples_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"scheme": "int8-dynamic"}, {"scheme": "int4", "exclude": "auto"}], ids=str
+    "settings",
+    [
+        {"scheme": "int8-dynamic", "smoothquant_alpha": 0.5, "sensitivity_samples": 4},
+        {"scheme": "int4", "exclude": "auto"},
+    ],
+    ids=str,
 )
-def test_exclude_auto_and_smoothquant_measure_sensitivity(settings, tmp_path):
-    smooth = {} if "exclude" in settings else {"smoothquant_alpha": 0.5}
-    _, ctx = decided(tmp_path, lambda part: None, **settings, **smooth)
+def test_sensitivity_is_measured_on_request_and_for_exclude_auto(settings, tmp_path):
+    _, ctx = decided(tmp_path, lambda part: None, **settings)
     assert ctx.details["sensitivity"]

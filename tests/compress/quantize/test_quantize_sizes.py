@@ -51,9 +51,10 @@ def test_large_model_needs_memory_of_one_block_if_layers_are_independent():
     assert block.least_bytes == scaled.least_bytes == 4 * size.largest_block
     assert block.memory_bytes < 0.2 * size.float_bytes < size.float_bytes < in_memory.memory_bytes
     static = QuantizeSettings(scheme="int8-static")
-    lighter = dict(Quantize.lighter_settings(static))["sensitivity_samples: 0"]
-    light, heavy = (quantize_size(settings, inputs).memory_bytes for settings in (lighter, static))
-    assert light < 0.2 * size.float_bytes < size.float_bytes < heavy
+    measured = QuantizeSettings(scheme="int8-static", sensitivity_samples=8)
+    lighter = dict(Quantize.lighter_settings(measured))["sensitivity_samples: 0"]
+    light, default, heavy = (quantize_size(s, inputs).memory_bytes for s in (lighter, static, measured))
+    assert light == default < 0.2 * size.float_bytes < size.float_bytes < heavy
 
 
 def test_export_of_quantized_weights_needs_no_float_copy():

@@ -107,7 +107,8 @@ def test_at_most_one_block_is_in_memory(method, times, tmp_path, large, monkeypa
 
 @pytest.mark.parametrize(("family", "settings"), [
     ("t5", AWQ),  # the encoder's last norm takes scales of layers in all blocks of the decoder
-    ("llama", {"scheme": "int8-static"}), ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
+    ("llama", {"scheme": "int8-static", "sensitivity_samples": 8}),
+    ("llama", {"scheme": "int8-dynamic", "exclude": ["auto"]}),
     ("llama", {"scheme": "int4", "group_size": 16, "low_rank_correction": {"rank": 2}}),
     ("llama", {"mixed_precision": {"target_bits": 4.5}}),
     # its pooler is behind the blocks, and no output layer

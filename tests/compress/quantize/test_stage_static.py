@@ -73,6 +73,14 @@ def test_sensitivity_is_sorted_and_model_is_unchanged(marian, tmp_path):
     assert ctx.details["sensitivity_samples"] == 2
 
 
+def test_sensitivity_without_request_is_measured_only_where_layers_are_chosen_by_it(marian, tmp_path):
+    """Each layer needs runs of its own: quadratic in layers, most of the time of a BERT-base."""
+    static = QuantizeSettings(scheme="int8-static")
+    assert "sensitivity" not in run(marian, tmp_path / "out").details
+    assert static.to_report()["sensitivity_samples"] == 0
+    assert static.model_copy(update={"exclude": ["auto"]}).to_report()["sensitivity_samples"] == 8
+
+
 def test_most_sensitive_layers_are_kept_float_within_max_excluded(marian, tmp_path):
     ctx = run(marian, tmp_path / "out", exclude="auto", max_excluded={"layers": 2}, sensitivity_samples=2)
     worst = list(ctx.details["sensitivity"])[:2]

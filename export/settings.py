@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.data.tasks import task_names, task_traits, tasks_with
 from smelt.models.families.registry import find_family
-from smelt.quantization.scheme import graph_target
+from smelt.quantization.scheme import FUSED_OPSET, graph_target
 from smelt.stage import Settings
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class OnnxSettings(Settings):
         description="fp16, bf16: for GPUs; openvino computes in bf16",
     )
     simplify: bool = Field(default=True, description="run onnxsim; keep its result if it computes the same")
-    opset: int = Field(default=20, ge=13, le=23, description="opset of ONNX's standard operators")
+    opset: int = Field(default=20, ge=13, le=24, description="opset of ONNX's standard operators")
     batch_size: int | None = Field(
         default=None, ge=1, le=4096, description="fixed samples per call; default: dynamic"
     )
@@ -225,6 +225,13 @@ class OnnxSettings(Settings):
     kv_cache: Literal["float", "int8"] = Field(
         default="float",
         description="ort-cpu, decoder-only: type of stored keys and values",
+    )
+    cache_length: int | None = Field(
+        default=None,
+        ge=16,
+        le=1 << 20,
+        description="ort-cuda, tensorrt, decoder-only: fixed length of the caches in tokens, written in"
+        " place; default: they grow",
     )
     tf32: bool = Field(
         default=False,
@@ -302,6 +309,19 @@ class OnnxSettings(Settings):
                 f" {self.target}. Set kv_cache: float, or target: ort-cpu",
                 code="unused-setting",
             )
+        if self.cache_length is not None and self.target not in ("ort-cuda", "tensorrt"):
+            raise SettingError(
+                "cache_length needs caches that are written in place, with target ort-cuda or tensorrt, but"
+                f" target is {self.target}. Remove cache_length",
+                code="unused-setting",
+            )
+        if self.target == "ort-tensorrt" and self.opset >= FUSED_OPSET:
+            raise SettingError(
+                f"opset {self.opset} has Attention as one operator, which TensorRT in ONNX Runtime refuses"
+                f" where no kernel computes it whole. Set opset: {FUSED_OPSET - 1} or less, or target:"
+                " tensorrt",
+                code="unsupported-opset",
+            )
         if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
             raise SettingError(
                 "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
@@ -334,6 +354,9 @@ FLOAT_CACHE_HINT = "Set kv_cache: float."
 def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
     """Return by setting why the graphs of `task` cannot have a fixed size."""
     traits = task_traits(task)
+    if settings.cache_length is not None and task not in KV_CACHE_TASKS:
+        text = f"{task} has no caches of a language model (tasks {' and '.join(sorted(KV_CACHE_TASKS))})."
+        return {"cache_length": f"{text} Remove it."}
     if traits.generates:
         reason = (
             f"the task is {task}, whose graphs append to caches that grow with each token. Fixed shapes are"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
+from smelt.core.files import read_json_object
 from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
@@ -29,11 +30,12 @@ from smelt.export.settings import (
     unsupported_model,
     unsupported_sizes,
     unsupported_task,
+    windows_beyond_caches,
 )
 from smelt.generation.backend import FeedBatch
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
-from smelt.models.text_rules import lower_position_limit, position_limit
+from smelt.models.text_rules import lower_position_limit, max_input_length, position_limit
 from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS, FUSED_OPSET
 from smelt.quantization.schemes.registry import (
     SCHEMES,
@@ -290,6 +292,8 @@ class Onnx(Stage[OnnxSettings]):
             error_message("unsupported-task", reason, setting=name)
             for name, reason in unsupported_sizes(settings, task).items()
         ]
+        if beyond := windows_beyond_caches(settings, data):
+            errors.append(error_message("window-too-long", beyond, setting="cache_length"))
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
@@ -348,6 +352,7 @@ class Onnx(Stage[OnnxSettings]):
 
         require_runtime(settings, ctx)
         require_room_for_text(settings.sequence_length, src.path)
+        require_room_for_windows(settings, src.path, ctx.data)
         require_memory(widened_bytes(src.path), "onnx: loading the model in float32", _LESS_MEMORY)
         with open_runner(src, ctx.threads, "cpu") as parent:
             backend: Any = parent.backend
@@ -472,6 +477,21 @@ def require_room_for_text(length: int | None, folder: Path) -> None:
         )
 
 
+def require_room_for_windows(settings: OnnxSettings, folder: Path, data: Mapping[str, Split]) -> None:
+    """Require that windows of running text fit into caches of a fixed length.
+
+    Raises:
+        InputError: `window-too-long`.
+    """
+    if settings.cache_length is None:
+        return
+    from smelt.models.checkpoint import load_tokenizer
+
+    limit = max_input_length(load_tokenizer(folder), read_json_object(folder / "config.json"))
+    if beyond := windows_beyond_caches(settings, data, limit):
+        raise InputError(f"onnx: cache_length {beyond}", code="window-too-long", setting="cache_length")
+
+
 def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:
     """Return the fixed sizes of the graphs; the runner `parent` is padded to them too.
 
@@ -479,7 +499,7 @@ def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:
     caches of a fixed length.
     """
     if settings.cache_length is not None:
-        lower_position_limit(parent.config, settings.cache_length + 1)  # the last token is no input
+        lower_position_limit(parent.config, settings.cache_length)
     shape = FixedShape(settings.batch_size, settings.sequence_length)
     if shape:
         parent.backend = FixedShapeBackend(parent.backend, shape, parent.config.get("pad_token_id") or 0)

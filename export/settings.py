@@ -15,10 +15,12 @@ from pydantic import Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.data.tasks import task_names, task_traits, tasks_with
 from smelt.models.families.registry import find_family
+from smelt.models.text_rules import window_length
 from smelt.quantization.scheme import FUSED_OPSET, graph_target
 from smelt.stage import Settings
 
 if TYPE_CHECKING:
+    from smelt.data.splits import Split
     from smelt.quantization.emit import GraphTarget
 
 
@@ -370,6 +372,27 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
         reason = f"the graphs of {task} have a dynamic batch. Remove it."
         return dict.fromkeys(settings.fixed_sizes, reason)
     return {}
+
+
+def windows_beyond_caches(
+    settings: OnnxSettings, data: Mapping[str, Split], limit: int | None = None
+) -> str | None:
+    """Return why windows of `data` do not fit into caches of a fixed length, or None.
+
+    limit: of the model's tokens; None: not known yet, so that only windows with a set length are checked.
+    """
+    if settings.cache_length is None:
+        return None
+    windows = [split.windows for split in data.values() if split.windows is not None]
+    lengths = [item.length for item in windows if item.length is not None]
+    lengths += [window_length(None, limit) for item in windows if item.length is None and limit is not None]
+    longest = max(lengths, default=0)
+    if longest <= settings.cache_length:
+        return None
+    return (
+        f"{settings.cache_length} has no room for windows of {longest} tokens. Set cache_length:"
+        f" {longest}, or data: {{windows: {{length: {settings.cache_length}}}}}."
+    )
 
 
 def unsupported_task(task: str) -> str | None:

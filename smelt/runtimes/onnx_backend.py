@@ -280,7 +280,7 @@ class OnnxBackend:
             (i.shape[1], i.shape[3], _CACHE_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
         ]
         self._fixed_length = fixed_cache_length({name: value.shape for name, value in inputs.items()})
-        self.max_total_tokens = None if self._fixed_length is None else self._fixed_length + 1
+        self.max_total_tokens = self._fixed_length
         self._in_place = self._fixed_length is not None or (
             self._may_append
             and supports_inplace_cache(sessions[main.name], self._past, self._present, self._empty)

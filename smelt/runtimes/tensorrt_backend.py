@@ -389,11 +389,13 @@ class TensorrtBackend(NoGenerationGraphs):
         self.max_tokens_per_call: int | None = (
             first.max_dimension("input_ids", _LENGTH) if has_tokens else None
         )
-        # the last token of a text is never an input
-        self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1 if self._past else None
         self._cache_length = fixed_cache_length(
             {name: tuple(main.engine.get_tensor_shape(name)) for name in main.inputs}
         )
+        # a growing cache is followed by the token of the call
+        self.max_total_tokens = self._cache_length
+        if self._past and self._cache_length is None:
+            self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1
         self._threads = TorchThreads(threads)  # last, so that an engine that does not load changes nothing
 
     def _engine(self, name: str) -> TensorrtEngine:

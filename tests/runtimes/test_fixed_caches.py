@@ -104,9 +104,9 @@ def test_steps_write_into_the_memory_of_the_caches():
 def test_text_beyond_the_caches_is_refused_before_it_runs():
     _, folder = exported("llama")
     with open_folder(folder, "onnx", "ort-cuda", 1, "cpu") as runner:
-        assert runner.backend.max_total_tokens == LENGTH + 1
+        assert runner.backend.max_total_tokens == LENGTH
         with raises_code("engine-limit"):
-            generate(runner, pad_left(PROMPTS, 0), GenerationSettings(max_new_tokens=LENGTH + 2))
+            generate(runner, pad_left(PROMPTS, 0), GenerationSettings(max_new_tokens=LENGTH + 1))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_engines_generate_the_tokens_of_the_graph(engines, trt, beams):
     with open_folder(engines, "onnx", "tensorrt", 1, "cpu") as runner:
         expected = generate(runner, pad_left(prompts, 0), generation)
     with open_runner(artifact(engines, "tensorrt", "language-modeling"), 1) as runner:
-        assert runner.backend.max_total_tokens == LENGTH + 1
+        assert runner.backend.max_total_tokens == LENGTH
         assert generate(runner, pad_left(prompts, 0), generation) == expected
         state = runner.encode(pad_left([[7, 3, 9, 4]], 0))
         addresses = [tensor.data_ptr() for tensor in state.backend_state.parts[0].caches.values()]

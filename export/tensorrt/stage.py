@@ -135,7 +135,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
 
         if parity := check_engines(src, ctx.out, settings.tf32, ctx):
             ctx.details["parity"] = parity
-        copied_details = ("parameters", "dtype", "scheme", "foreign")
+        copied_details = ("parameters", "dtype", "scheme", "foreign", "cache_length")
         ctx.details.update({k: src.manifest.details[k] for k in copied_details if k in src.manifest.details})
         ctx.details.update(
             target="tensorrt",

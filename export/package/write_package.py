@@ -446,17 +446,17 @@ def unsupported_format(package_format: PackageFormat, artifact: Artifact) -> Uns
 
 
 def _require_dynamic_shapes(package_format: PackageFormat, artifact: Artifact) -> None:
-    """Require a graph of any batch size and length, unless the format pads, with caches that grow.
+    """Require a graph of any batch size and length, unless the format pads.
 
     Raises:
         InputError: `fixed-shapes`.
     """
     details = artifact.manifest.details
-    names = (*(() if package_format.supported.fixed_shapes else FIXED_SIZES), "cache_length")
-    if sizes := ", ".join(f"{name}: {details[name]}" for name in names if name in details):
+    sizes = ", ".join(f"{name}: {details[name]}" for name in FIXED_SIZES if name in details)
+    if sizes and not package_format.supported.fixed_shapes:
         raise InputError(
-            f"its graph has fixed shapes ({sizes}), and this format's program passes batches of any size and"
-            " caches that grow. Export it without these settings.",
+            f"its graph has fixed shapes ({sizes}), and this format's program passes batches of any size."
+            " Export it without these settings.",
             code="fixed-shapes",
         )
 

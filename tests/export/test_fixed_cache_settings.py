@@ -1,18 +1,15 @@
 """Which exports caches of a fixed length and fused operators are refused for, before any work."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
-from smelt.api.package import find_package_format
 from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split, Windows
 from smelt.export.onnx_stage import Onnx, require_room_for_windows, required_opset
-from smelt.export.package.write_package import unsupported_format
 from smelt.export.settings import OnnxSettings
-from tests.support.models import causal, tiny
+from tests.support.models import causal
 
 pytestmark = pytest.mark.quick
 FIXED = OnnxSettings(target="ort-cuda", cache_length=32)
@@ -63,17 +60,6 @@ def test_windows_beyond_the_caches_are_refused(tmp_path):
         require_room_for_windows(FIXED, folder, default)
     assert caught.value.code == "window-too-long"
     require_room_for_windows(FIXED.model_copy(update={"cache_length": 64}), folder, default)
-
-
-@pytest.mark.parametrize("name", ["optimum", "standalone"])
-def test_packages_refuse_caches_of_a_fixed_length(name, tmp_path):
-    """Also a format whose program pads fixed batches and lengths."""
-    folder = causal.write_model(tmp_path / "m", "llama")
-    artifact = tiny.as_artifact(folder, "language-modeling", target="ort-cuda", cache_length=32)
-    artifact = replace(artifact, manifest=artifact.manifest.model_copy(update={"format": "onnx"}))
-    reason = unsupported_format(find_package_format(name), artifact)
-    assert reason is not None
-    assert reason.code == "fixed-shapes"
 
 
 def test_caches_raise_the_opset_unless_it_is_for_older_runtimes():

@@ -16,33 +16,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
+from smelt.core.files import read_json_object
 from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.export.batch_dependence import DEPENDS_ON_BATCH, graphs_depend_on_batch
 from smelt.export.graph_files import read_graph, set_input_defaults, write_graph
+from smelt.export.scheme_support import file_dtype, tolerance_kind
 from smelt.export.settings import (
     OnnxSettings,
     ProviderSettings,
     unsupported_model,
     unsupported_sizes,
     unsupported_task,
+    windows_beyond_caches,
 )
 from smelt.generation.backend import FeedBatch
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import SizeInputs, StepSize, certain_bytes
-from smelt.models.text_rules import position_limit
-from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS
+from smelt.models.text_rules import lower_position_limit, max_input_length, position_limit
+from smelt.quantization.scheme import CONV_UNSUPPORTED_TARGETS, FUSED_OPSET
 from smelt.quantization.schemes.registry import (
     SCHEMES,
-    SCHEMES_BY_BITS,
-    schemes_for_target,
-    supported_dtypes,
-    supported_targets,
-    unsupported_reason,
-    unsupported_scheme_options,
 )
+from smelt.runtimes.fixed_caches import CACHE_OPSET, require_cache_operators
 from smelt.runtimes.fixed_shapes import FixedShape, FixedShapeBackend
 from smelt.stage import Context, Need, Settings, Stage
 
@@ -50,15 +48,16 @@ if TYPE_CHECKING:
     from smelt.export.graphs.attention import GraphSpec
     from smelt.export.parity.references import TorchReference
     from smelt.generation.backend import Batch, Tokens
-    from smelt.quantization.scheme import Scheme
 
 
 def require_runtime(settings: OnnxSettings, ctx: Context) -> None:
-    """Require OpenVINO if it is the target; warn if it has no bf16 on this processor.
+    """Require OpenVINO if it is the target, and operators of caches; warn of no bf16 on this processor.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: it is not installed, or ONNX Runtime is too old.
     """
+    if settings.cache_length is not None:
+        require_cache_operators()
     if settings.target != "openvino":
         return
     from smelt.runtimes.openvino_backend import has_bf16, import_openvino
@@ -89,65 +88,6 @@ def require_export_memory(model: Any, settings: OnnxSettings) -> None:
         "onnx: exporting",
         f"Set simplify: false. {_LESS_MEMORY}",
     )
-
-
-def tolerance_kind(model: Any, settings: OnnxSettings) -> str:
-    """Return the tolerance for the files: that of the least exact scheme, or that of their dtype.
-
-    Raises:
-        InputError: the target cannot run the model's quantized layers.
-    """
-    from smelt.export.parity.references import INT8_CONVOLUTIONS
-    from smelt.quantization.layers import QuantizedConv2d, QuantizedLinear, layer_scheme
-
-    used_schemes = {layer_scheme(m) for m in model.modules()}
-    schemes = [s for name, s in SCHEMES.items() if name in used_schemes]
-    _require_target(schemes, settings.target)
-    _require_scheme_options(model, settings.target)
-    _require_precision(schemes, settings)
-    products = [m.matrix for m in model.modules() if isinstance(m, QuantizedLinear)]
-    if any(isinstance(m, QuantizedConv2d) for m in model.modules()):
-        return INT8_CONVOLUTIONS
-    rounded = {m.scheme.name for m in products if m.scheme.quantizes_activations(m.options)}
-    names = [name for name in reversed(SCHEMES) if name in rounded]
-    return max(names, key=lambda name: SCHEMES[name].tolerance, default=file_dtype(settings))
-
-
-def _require_scheme_options(model: Any, target: str) -> None:
-    """Require that the target supports the scheme options of all quantized matrices.
-
-    Raises:
-        InputError: it does not.
-    """
-    from smelt.quantization.layers import is_quantized
-
-    for matrix in (module.matrix for module in model.modules() if is_quantized(module)):
-        if required_options := unsupported_scheme_options(matrix.scheme, matrix.options, target):
-            raise InputError(
-                f"onnx: target {target} runs scheme {matrix.scheme.name} only with "
-                f"{' and '.join(required_options)},"
-                f" and layers of this model were quantized with {dict(matrix.options)}. Quantize with these"
-                " options, or set another target.",
-                code="unsupported-scheme-options",
-                setting="target",
-            )
-
-
-def _require_precision(schemes: list[Scheme], settings: OnnxSettings) -> None:
-    """Require a file precision that holds all digits of the scales.
-
-    Raises:
-        InputError: the precision does not.
-    """
-    graph_dtype, allowed_dtypes = file_dtype(settings), supported_dtypes(schemes, settings.target)
-    if graph_dtype not in allowed_dtypes:
-        raise InputError(
-            f"onnx: dtype {graph_dtype} is not supported for target {settings.target} with"
-            f" {' and '.join(s.name for s in schemes)} weights, because scales would lose precision. Set"
-            f" dtype: {' or '.join(allowed_dtypes)}; the quantized weights do not change.",
-            code="unsupported-dtype",
-            setting="dtype",
-        )
 
 
 BF16_OPSET = 22
@@ -186,7 +126,6 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
     Raises:
         InputError: `opset-too-low`, the setting is for an older runtime, which would not open a newer graph.
     """
-    from smelt.quantization.emit import FUSED_OPSET
     from smelt.quantization.layers import layer_scheme
 
     used_schemes = {layer_scheme(module) for module in model.modules()}
@@ -194,11 +133,19 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
     of_dtype = BF16_OPSET if file_dtype(settings) == "bf16" else 0
     is_fused = settings.graph_target == "ort-cuda" and settings.opset >= FIRST_COMPLETE_OPSET
     of_target = FUSED_OPSET if is_fused else 0
+    of_caches = CACHE_OPSET if settings.cache_length is not None else 0
     required = max(
-        [of_dtype, of_target, *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names)], default=0
+        [
+            of_dtype,
+            of_target,
+            of_caches,
+            *(SCHEMES[n].min_opset.get(settings.graph_target, 0) for n in names),
+        ],
+        default=0,
     )
     if settings.opset < FIRST_COMPLETE_OPSET < required:
         parts = f"dtype {settings.dtype}" if required == of_dtype else f"scheme {' and '.join(names)}"
+        parts = "cache_length" if required == of_caches else parts
         raise InputError(
             f"onnx: opset {settings.opset} has no operators for {parts}, which needs {required}. Set opset:"
             f" {required}, or branch before the quantize step with `from: NAME`.",
@@ -206,46 +153,6 @@ def required_opset(settings: OnnxSettings, model: Any) -> int:
             setting="opset",
         )
     return max(settings.opset, required)
-
-
-def file_dtype(settings: OnnxSettings) -> str:
-    """Return the precision of the file; for bf16 OpenVINO converts a float32 file itself."""
-    return "fp32" if settings.target == "openvino" else settings.dtype
-
-
-def _require_target(schemes: list[Scheme], target: str) -> None:
-    """Require that the target can run all of `schemes`.
-
-    Raises:
-        InputError: it cannot.
-    """
-    refused = {
-        scheme.name: reason
-        for scheme in schemes
-        if (reason := unsupported_reason(scheme, target)) is not None
-    }
-    if refused:
-        targets = supported_targets(schemes)
-        names, reason = " and ".join(sorted(refused)), next(iter(refused.values()))
-        reason = f"onnx: target {target} cannot run a model quantized with scheme {names}: {reason}"
-        suggestions = ["Branch before the quantize step with `from: NAME`"]
-        suggestions += [f"set target: {' or '.join(targets)}"] if targets else []
-        suggestions += (
-            [f"quantize with {' or '.join(schemes_of_target)}"]
-            if (schemes_of_target := schemes_for_target(target))
-            else []
-        )
-        runs = sorted(
-            width for width, scheme in SCHEMES_BY_BITS.items() if not unsupported_reason(scheme, target)
-        )
-        mixed = sum(scheme.bits > 0 for scheme in schemes) > 1 and len(runs) > 1
-        suggestions += [f"mixed precision with `mixed_precision: {{bit_widths: {runs}}}`"] if mixed else []
-        targets_text = f"; only {' and '.join(targets)} can" if targets else ""
-        raise InputError(
-            f"{reason}{targets_text}. {', or '.join(suggestions)}.",
-            code="unsupported-scheme",
-            setting="target",
-        )
 
 
 def write_graphs(
@@ -385,6 +292,8 @@ class Onnx(Stage[OnnxSettings]):
             error_message("unsupported-task", reason, setting=name)
             for name, reason in unsupported_sizes(settings, task).items()
         ]
+        if beyond := windows_beyond_caches(settings, data):
+            errors.append(error_message("window-too-long", beyond, setting="cache_length"))
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
@@ -417,10 +326,11 @@ class Onnx(Stage[OnnxSettings]):
             if unsupported is None
             else [error_message("does-not-fit-model", unsupported, setting="kv_cache")]
         )
-        limit = position_limit(config) if settings.sequence_length is not None else None
-        if limit is not None and (settings.sequence_length or 0) > limit:
-            text = f"{settings.sequence_length} is more than the model's {limit} positions. Lower it."
-            errors.append(error_message("does-not-fit-model", text, setting="sequence_length"))
+        limit = position_limit(config)
+        for name in ("sequence_length", "cache_length"):
+            if limit is not None and (getattr(settings, name) or 0) > limit:
+                text = f"{getattr(settings, name)} is more than the model's {limit} positions. Lower it."
+                errors.append(error_message("does-not-fit-model", text, setting=name))
         if QUANTIZED_CONVOLUTIONS_KEY in config and (
             reason := CONV_UNSUPPORTED_TARGETS.get(settings.graph_target)
         ):
@@ -442,6 +352,7 @@ class Onnx(Stage[OnnxSettings]):
 
         require_runtime(settings, ctx)
         require_room_for_text(settings.sequence_length, src.path)
+        require_room_for_windows(settings, src.path, ctx.data)
         require_memory(widened_bytes(src.path), "onnx: loading the model in float32", _LESS_MEMORY)
         with open_runner(src, ctx.threads, "cpu") as parent:
             backend: Any = parent.backend
@@ -478,12 +389,18 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         opset=required_opset(settings, model),
         **settings.fixed_sizes,
         **({"tf32": True} if settings.tf32 else {}),
+        **({"cache_length": settings.cache_length} if settings.cache_length else {}),
     )
     shape = _fix_parent_shape(parent, settings)
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
     overflow_batches = overflow_samples(parent, source, ctx) if graph_dtype == "fp16" else []
     graphs = fix_shapes(
-        model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None), shape
+        model_graphs(
+            model,
+            reference.batch.size if ctx.traits.modality == "image" else None,
+            settings.cache_length,
+        ),
+        shape,
     )
     int8 = settings.kv_cache == "int8"
     if int8:
@@ -560,11 +477,29 @@ def require_room_for_text(length: int | None, folder: Path) -> None:
         )
 
 
+def require_room_for_windows(settings: OnnxSettings, folder: Path, data: Mapping[str, Split]) -> None:
+    """Require that windows of running text fit into caches of a fixed length.
+
+    Raises:
+        InputError: `window-too-long`.
+    """
+    if settings.cache_length is None:
+        return
+    from smelt.models.checkpoint import load_tokenizer
+
+    limit = max_input_length(load_tokenizer(folder), read_json_object(folder / "config.json"))
+    if beyond := windows_beyond_caches(settings, data, limit):
+        raise InputError(f"onnx: cache_length {beyond}", code="window-too-long", setting="cache_length")
+
+
 def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:
     """Return the fixed sizes of the graphs; the runner `parent` is padded to them too.
 
-    Where a quantized layer computes ranges over a batch, padding is part of the reference.
+    Where a quantized layer computes ranges over a batch, padding is part of the reference. Texts have room in
+    caches of a fixed length.
     """
+    if settings.cache_length is not None:
+        lower_position_limit(parent.config, settings.cache_length)
     shape = FixedShape(settings.batch_size, settings.sequence_length)
     if shape:
         parent.backend = FixedShapeBackend(parent.backend, shape, parent.config.get("pad_token_id") or 0)

@@ -15,10 +15,12 @@ from pydantic import Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.data.tasks import task_names, task_traits, tasks_with
 from smelt.models.families.registry import find_family
-from smelt.quantization.scheme import graph_target
+from smelt.models.text_rules import window_length
+from smelt.quantization.scheme import FUSED_OPSET, graph_target
 from smelt.stage import Settings
 
 if TYPE_CHECKING:
+    from smelt.data.splits import Split
     from smelt.quantization.emit import GraphTarget
 
 
@@ -199,7 +201,7 @@ class OnnxSettings(Settings):
         description="fp16, bf16: for GPUs; openvino computes in bf16",
     )
     simplify: bool = Field(default=True, description="run onnxsim; keep its result if it computes the same")
-    opset: int = Field(default=20, ge=13, le=23, description="opset of ONNX's standard operators")
+    opset: int = Field(default=20, ge=13, le=24, description="opset of ONNX's standard operators")
     batch_size: int | None = Field(
         default=None, ge=1, le=4096, description="fixed samples per call; default: dynamic"
     )
@@ -225,6 +227,13 @@ class OnnxSettings(Settings):
     kv_cache: Literal["float", "int8"] = Field(
         default="float",
         description="ort-cpu, decoder-only: type of stored keys and values",
+    )
+    cache_length: int | None = Field(
+        default=None,
+        ge=16,
+        le=1 << 20,
+        description="ort-cuda, tensorrt, decoder-only: fixed length of the caches in tokens, written in"
+        " place; default: they grow",
     )
     tf32: bool = Field(
         default=False,
@@ -302,6 +311,19 @@ class OnnxSettings(Settings):
                 f" {self.target}. Set kv_cache: float, or target: ort-cpu",
                 code="unused-setting",
             )
+        if self.cache_length is not None and self.target not in ("ort-cuda", "tensorrt"):
+            raise SettingError(
+                "cache_length needs caches that are written in place, with target ort-cuda or tensorrt, but"
+                f" target is {self.target}. Remove cache_length",
+                code="unused-setting",
+            )
+        if self.target == "ort-tensorrt" and self.opset >= FUSED_OPSET:
+            raise SettingError(
+                f"opset {self.opset} has Attention as one operator, which TensorRT in ONNX Runtime refuses"
+                f" where no kernel computes it whole. Set opset: {FUSED_OPSET - 1} or less, or target:"
+                " tensorrt",
+                code="unsupported-opset",
+            )
         if self.tf32 and (self.target != "ort-cuda" or self.dtype != "fp32"):
             raise SettingError(
                 "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
@@ -334,6 +356,9 @@ FLOAT_CACHE_HINT = "Set kv_cache: float."
 def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
     """Return by setting why the graphs of `task` cannot have a fixed size."""
     traits = task_traits(task)
+    if settings.cache_length is not None and task not in KV_CACHE_TASKS:
+        text = f"{task} has no caches of a language model (tasks {' and '.join(sorted(KV_CACHE_TASKS))})."
+        return {"cache_length": f"{text} Remove it."}
     if traits.generates:
         reason = (
             f"the task is {task}, whose graphs append to caches that grow with each token. Fixed shapes are"
@@ -347,6 +372,27 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
         reason = f"the graphs of {task} have a dynamic batch. Remove it."
         return dict.fromkeys(settings.fixed_sizes, reason)
     return {}
+
+
+def windows_beyond_caches(
+    settings: OnnxSettings, data: Mapping[str, Split], limit: int | None = None
+) -> str | None:
+    """Return why windows of `data` do not fit into caches of a fixed length, or None.
+
+    limit: of the model's tokens; None: not known yet, so that only windows with a set length are checked.
+    """
+    if settings.cache_length is None:
+        return None
+    windows = [split.windows for split in data.values() if split.windows is not None]
+    lengths = [item.length for item in windows if item.length is not None]
+    lengths += [window_length(None, limit) for item in windows if item.length is None and limit is not None]
+    longest = max(lengths, default=0)
+    if longest <= settings.cache_length:
+        return None
+    return (
+        f"{settings.cache_length} has no room for windows of {longest} tokens. Set cache_length:"
+        f" {longest}, or data: {{windows: {{length: {settings.cache_length}}}}}."
+    )
 
 
 def unsupported_task(task: str) -> str | None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.core.errors import InputError
+from smelt.export.graphs import standard_operators as operators
 from smelt.models.families.family import Attention, Family, RmsNormForm
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.layers import LowRankLinear, ScaledLinear
@@ -228,7 +229,7 @@ def _fused_attention(
     """Emit ONNX's Attention for keys and values of a cache, [B, H, T, d], or of projections."""
     batch, length, width = query.shape
     if mask is not None:
-        hidden = emit.mask_bias(mask, MASK_VALUE, query.dtype)
+        hidden = operators.mask_bias(mask, MASK_VALUE, query.dtype)
         if bias is None and length > 1:
             # what padding attends to does not matter; a sum is cheaper than an expansion
             bias = hidden[:, None, :, None]
@@ -236,10 +237,10 @@ def _fused_attention(
         bias = keys if bias is None else keys + bias
     sizes = AttentionHeads(heads, heads, width // heads, scale)
     if key.dim() == 3:
-        return emit.standard_attention(query, key, value, bias, None, sizes)[0]
+        return operators.standard_attention(query, key, value, bias, None, sizes)[0]
     # of a single token heads need no transposition
     by_head = query.reshape(batch, heads, 1, -1) if length == 1 else split_heads(query, heads)
-    [out] = emit.standard_attention(by_head, key, value, bias, None, sizes)
+    [out] = operators.standard_attention(by_head, key, value, bias, None, sizes)
     return out.reshape(batch, 1, width) if length == 1 else out.transpose(1, 2).flatten(2)
 
 
@@ -255,12 +256,14 @@ def cached_step_attention(
     """Attend over the past and the present token; see `emit.cached_attention` for shapes."""
     if emit.export_target() == "ort-cpu":
         return emit.cached_attention(query, key, value, past, heads, scale, bias)
-    if emit.emits_fused_operators():
+    if emit.appends_in_attention():
         sizes = AttentionHeads(heads, heads, query.shape[2] // heads, scale)
-        out, new_keys, new_values = emit.standard_attention(query, key, value, bias, past, sizes)
+        out, new_keys, new_values = operators.standard_attention(query, key, value, bias, past, sizes)
         return out, new_keys, new_values
     keys = torch.cat([past[0], split_heads(key, heads)], dim=2)
     values = torch.cat([past[1], split_heads(value, heads)], dim=2)
+    if emit.emits_fused_operators():
+        return _fused_attention(query, keys, values, None, heads, scale, bias), keys, values
     return _standard_attention(query, keys, values, None, heads, scale, bias), keys, values
 
 
@@ -565,7 +568,7 @@ def rms_norm(module: Any, kind: RmsNormForm, x: Tensor) -> Tensor:
     weight, epsilon = module.weight, getattr(module, kind.epsilon_attribute)
     weight = 1 + weight if kind.adds_one_to_weight else weight
     if emit.emits_fused_operators():
-        return emit.rms_normalization(x, weight, epsilon)
+        return operators.rms_normalization(x, weight, epsilon)
     normal: Tensor = (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)) * weight
     return normal
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.core.messages import Message, warning
+from smelt.export.graphs import standard_operators as operators
 from smelt.export.graphs.attention import (
     MASK_VALUE,
     AttentionModule,
@@ -43,6 +44,7 @@ from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.models.families.registry import decoder_logits
 from smelt.quantization import emit
 from smelt.quantization.emit import AttentionHeads
+from smelt.runtimes.fixed_caches import WRITE_INDICES
 
 
 @dataclass
@@ -51,8 +53,9 @@ class CausalScope:
 
     positions: int64 [B, S]. past: per layer [B, K, P, d] twice. sequence_positions: for GroupQueryAttention.
     bias: float32 [B, 1, S, T], for standard operators, with future tokens masked too; for ONNX's Attention
-    Boolean, whether a key is visible. distance: int64 [S, T], from a query back to a key. present: the new
-    caches, per layer.
+    Boolean, whether a key is visible. distance: int64 [S, T], from a query back to a key; [B, 1, S, T] with
+    write_indices. write_indices: int64 [B], where new keys and values are written into caches of a fixed
+    length, P = T; None: they are appended. present: the new caches, per layer.
     """
 
     positions: Tensor
@@ -60,6 +63,7 @@ class CausalScope:
     sequence_positions: SequencePositions | None
     bias: Tensor
     distance: Tensor
+    write_indices: Tensor | None = None
     present: dict[int, KeyValue] = field(default_factory=dict)
 
 
@@ -82,13 +86,15 @@ def unfused_heads_warning(attentions: Sequence[AttentionModule], target: str) ->
     )
 
 
-def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> CausalScope:
+def make_causal_scope(
+    mask: Tensor, positions: Tensor, past: list[KeyValue], write_indices: Tensor | None = None
+) -> CausalScope:
     """Return the scope for int64 mask [B, T] and positions [B, S]."""
     batch, length = positions.shape
     total = mask.shape[1]
     kind = past[0][0].dtype
     if emit.emits_fused_operators():
-        return _fused_causal_scope(mask, positions, past)
+        return _fused_causal_scope(mask, positions, past, write_indices)
     hidden = ((1 - mask) * int(MASK_VALUE)).to(kind)[:, None, None, :]
     last = torch.ones_like(mask).sum(dim=1).to(torch.int32) - 1
     sequence_positions = SequencePositions(last, last.amax(dim=0) + 1, hidden.expand(batch, 1, length, total))
@@ -99,12 +105,18 @@ def make_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> 
     return CausalScope(positions, past, sequence_positions, bias, queries[:, None] - keys[None, :])
 
 
-def _fused_causal_scope(mask: Tensor, positions: Tensor, past: list[KeyValue]) -> CausalScope:
+def _fused_causal_scope(
+    mask: Tensor, positions: Tensor, past: list[KeyValue], write_indices: Tensor | None
+) -> CausalScope:
     """Return the scope with a Boolean mask, from which a bias needs one node."""
     keys = torch.arange(mask.shape[1], device=mask.device)
-    distance = keys[-positions.shape[1] :, None] - keys[None, :]
+    if write_indices is None:
+        queries = keys[-positions.shape[1] :, None]
+    else:
+        queries = (write_indices[:, None] + torch.arange(positions.shape[1]))[:, None, :, None]
+    distance = queries - keys[None, :]
     visible = (mask > 0)[:, None, None, :] & (distance >= 0)
-    return CausalScope(positions, past, None, visible, distance)
+    return CausalScope(positions, past, None, visible, distance, write_indices)
 
 
 def _clamp_bias(bias: Tensor) -> Tensor:
@@ -175,7 +187,9 @@ def _attend(
         )
     else:
         query, key, value = _normalize_qk(attention, attention.project_qkv(hidden_states))
-        attend = _fused_attention if emit.emits_fused_operators() else _standard_attention
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = _standard_attention
+        if emit.emits_fused_operators():
+            attend = partial(_fused_attention, write_indices=scope.write_indices)
         out, *present = attend(
             query,
             key,
@@ -226,13 +240,23 @@ def _attention_bias(attention: AttentionModule, scope: CausalScope) -> Tensor:
 
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, past: KeyValue, bias: Tensor,
-    *, heads: AttentionHeads, rotary: KeyValue | None, positions: Tensor,
+    *, heads: AttentionHeads, rotary: KeyValue | None, positions: Tensor, write_indices: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if rotary is not None:
-        query = emit.rotary_embedding(query, *rotary, positions, heads.query_heads)
-        key = emit.rotary_embedding(key, *rotary, positions, heads.kv_heads)
-    out, keys, values = emit.standard_attention(query, key, value, bias, past, heads)
-    return out, keys, values
+        query = operators.rotary_embedding(query, *rotary, positions, heads.query_heads)
+        key = operators.rotary_embedding(key, *rotary, positions, heads.kv_heads)
+    if write_indices is None and emit.appends_in_attention():
+        out, keys, values = operators.standard_attention(query, key, value, bias, past, heads)
+        return out, keys, values
+    new_keys, new_values = split_heads(key, heads.kv_heads), split_heads(value, heads.kv_heads)
+    if write_indices is None:
+        keys, values = torch.cat([past[0], new_keys], dim=2), torch.cat([past[1], new_values], dim=2)
+    else:
+        keys = operators.tensor_scatter(past[0], new_keys, write_indices)
+        values = operators.tensor_scatter(past[1], new_values, write_indices)
+    by_head = split_heads(query, heads.query_heads)
+    [out] = operators.standard_attention(by_head, keys, values, bias, None, heads)
+    return out.transpose(1, 2).flatten(2), keys, values
 
 
 def _standard_attention(
@@ -284,10 +308,14 @@ class DecoderOnlyStep(nn.Module):
         position_ids: Tensor,
         past: list[Tensor],
         keep: Tensor,
+        write_indices: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return logits, then key and value [B, K, P + S, d] of each layer; `keep` is an int64 scalar."""
+        """Return logits, then key and value [B, K, P + S, d] of each layer; `keep` is an int64 scalar.
+
+        With `write_indices` the caches have a fixed length, [B, K, C, d], as inputs and as outputs.
+        """
         pairs = list(zip(past[::2], past[1::2], strict=True))
-        scope = make_causal_scope(attention_mask, position_ids, pairs)
+        scope = make_causal_scope(attention_mask, position_ids, pairs, write_indices)
         with exportable_causal_model(self.model, self.attentions, scope):
             hidden = self.model.base_model(
                 input_ids,
@@ -320,32 +348,36 @@ class _CacheLength:
 
 
 def decoder_only_graph(
-    model: Any,
+    model: Any, cache_length: int | None = None
 ) -> tuple[nn.Module, tuple[Any, ...], list[str], list[str], tuple[Any, ...]]:
-    """Return module, example inputs, names of inputs and outputs, and dynamic axes of the one graph."""
+    """Return module, example inputs, names of inputs and outputs, and dynamic axes of the one graph.
+
+    cache_length: of caches with a fixed length; None: they grow.
+    """
     step = DecoderOnlyStep(model)
     kind = model.get_input_embeddings()
     dtype = next((p.dtype for p in kind.parameters() if p.is_floating_point()), torch.float32)
     batch, length, past_length = 2, 3, 5
     ids = torch.ones(batch, length, dtype=torch.int64)
-    mask = torch.ones(batch, past_length + length, dtype=torch.int64)
+    total = past_length + length if cache_length is None else cache_length
+    mask = torch.ones(batch, total, dtype=torch.int64)
     positions = torch.arange(past_length, past_length + length).expand(batch, length).contiguous()
     heads = [attention.heads for attention in step.attentions]
-    past = [torch.zeros(batch, h.kv_heads, past_length, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
+    cached = past_length if cache_length is None else cache_length
+    past = [torch.zeros(batch, h.kv_heads, cached, h.head_dim, dtype=dtype) for h in heads for _ in "kv"]
     names = [f"{i}.{part}" for i in range(len(heads)) for part in ("key", "value")]
-    axes = (
+    grows = cache_length is None
+    axes: tuple[Any, ...] = (
         {0: "batch", 1: "sequence_length"},
-        {0: "batch", 1: "total_sequence_length"},
+        {0: "batch", **({1: "total_sequence_length"} if grows else {})},
         {0: "batch", 1: "sequence_length"},
-        [{0: "batch", 2: "past_sequence_length"} for _ in past],
+        [{0: "batch", **({2: "past_sequence_length"} if grows else {})} for _ in past],
         None,
     )
     inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)]
     inputs.append(NUM_LOGITS_INPUT)
-    return (
-        step,
-        (ids, mask, positions, past, torch.tensor(0)),
-        inputs,
-        ["logits", *(f"present.{n}" for n in names)],
-        axes,
-    )
+    examples: tuple[Any, ...] = (ids, mask, positions, past, torch.tensor(0))
+    if not grows:
+        inputs.append(WRITE_INDICES)
+        axes, examples = (*axes, {0: "batch"}), (*examples, torch.full((batch,), past_length))
+    return step, examples, inputs, ["logits", *(f"present.{n}" for n in names)], axes

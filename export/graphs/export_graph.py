@@ -328,12 +328,15 @@ class SinglePassImageModel(nn.Module):
         return logits
 
 
-def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[GraphSpec]:
+def model_graphs(
+    model: Any, image_size: tuple[int, int] | None = None, cache_length: int | None = None
+) -> list[GraphSpec]:
     """Return the graphs of `model`, with small example inputs.
 
     Args:
         model: the model of its runner.
         image_size: height and width of the images, for an image model.
+        cache_length: of a language model's caches, if it is fixed.
 
     Raises:
         InputError: the model family or a setting of its config is not supported.
@@ -354,7 +357,9 @@ def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[
     if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
-        return [GraphSpec("model", *decoder_only_graph(model), input_defaults={NUM_LOGITS_INPUT: 0})]
+        # a call that leaves out an input cannot write to bound caches
+        defaults = {NUM_LOGITS_INPUT: 0} if cache_length is None else {}
+        return [GraphSpec("model", *decoder_only_graph(model, cache_length), input_defaults=defaults)]
     if kind == "encoder" and is_sentence_model(model):
         return [_encoder_graph(model, ["input_ids", "attention_mask"], EMBEDDING_OUTPUT)]
     if kind == "encoder" and type(model).__name__.endswith(HEAD_SUFFIXES):

@@ -37,6 +37,7 @@ from smelt.quantization.groupwise import MATMUL_NBITS
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import owner_of_operator
+from smelt.runtimes.fixed_caches import cache_feeds, fixed_cache_length
 from smelt.runtimes.fixed_shapes import FixedShape, fixed_feeds, read_fixed_shape
 
 QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
@@ -475,7 +476,7 @@ def _causal_calls(
     session: Any, state: TensorsByName, reference: TorchReference
 ) -> Iterator[tuple[GraphCall, TensorsByName]]:
     assert reference.tokens is not None
-    batch = reference.batch
+    batch, length = reference.batch, _cache_length(session)
     ids = np.concatenate([batch.input_ids, reference.tokens[1:].T], axis=1)
     mask = np.concatenate([batch.attention_mask, np.ones_like(reference.tokens[1:].T)], axis=1)
     prompt, total = batch.input_ids.shape[1] - 1, ids.shape[1]
@@ -489,6 +490,7 @@ def _causal_calls(
                 "position_ids": positions,
             }
             feeds |= {"num_logits_to_keep": np.array(0, dtype=np.int64), **state}
+            feeds = {**cache_feeds(feeds, length)}
             call_outputs = _run(session, feeds)
             yield GraphCall(feeds, slice(begin, end), mask[:, begin:end] == 1), call_outputs
             state = _as_past_inputs(call_outputs)
@@ -504,9 +506,15 @@ def _empty_caches(session: Any, rows: int) -> TensorsByName:
     caches = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
     self_caches = [i for i in caches if ".encoder." not in i.name]
     cache_dtypes = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in self_caches}
+    length = _cache_length(session) or 0
     return {
-        i.name: np.zeros((rows, i.shape[1], 0, i.shape[3]), dtype=cache_dtypes[i.name]) for i in self_caches
+        i.name: np.zeros((rows, i.shape[1], length, i.shape[3]), dtype=cache_dtypes[i.name])
+        for i in self_caches
     }
+
+
+def _cache_length(session: Any) -> int | None:
+    return fixed_cache_length({i.name: i.shape for i in session.get_inputs()})
 
 
 def _as_past_inputs(outputs: TensorsByName) -> TensorsByName:

@@ -23,6 +23,7 @@ from smelt.generation.prompt_batches import pad_left, padding_token
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT, join_texts, max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
+from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import pad_batch
 from smelt.runtimes.single_call_runners import ArrayBatch
@@ -284,9 +285,11 @@ def example_feeds(
         return [_feeds(session, values, sizes)]
     values["attention_mask"] = mask = mask[:, ::-1].copy()
     values["position_ids"] = positions = np.where(mask == 0, 0, mask.cumsum(axis=1) - 1)
-    prompt = _feeds(session, values, sizes | {"past_sequence_length": 0})
+    fixed_cache = fixed_cache_length(shapes)
+    prompt = _feeds(session, {**cache_feeds(values, fixed_cache)}, sizes | {"past_sequence_length": 0})
     last = {name: value[:, -1:] for name, value in (("input_ids", ids), ("position_ids", positions))}
-    step = _feeds(session, values | last, sizes | {"past_sequence_length": length - 1})
+    step_values = {**cache_feeds(values | last, fixed_cache)}
+    step = _feeds(session, step_values, sizes | {"past_sequence_length": length - 1})
     if "num_logits_to_keep" not in names:
         return [prompt, step]
     return [prompt, prompt | {"num_logits_to_keep": np.array(1, dtype=np.int64)}, step]
@@ -312,7 +315,10 @@ def without_padding(name: str, output: NDArray[Any], feeds: Feeds) -> NDArray[An
         return token_logits
     text = feeds["attention_mask"] == 1
     if name == "logits":
-        real_values: NDArray[Any] = output[text[:, -output.shape[1] :]]
+        end = text.shape[1]
+        if WRITE_INDICES in feeds:  # the mask also has columns of positions after these tokens
+            end = int(feeds[WRITE_INDICES][0]) + feeds["input_ids"].shape[1]
+        real_values: NDArray[Any] = output[text[:, end - output.shape[1] : end]]
         return real_values
     caches: NDArray[Any] = np.moveaxis(output, 1, 2)[text]  # [B, K, T, d]
     return caches

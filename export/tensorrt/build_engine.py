@@ -434,6 +434,7 @@ def build_engine(
     builder = make_builder(trt, logger, path.name)
     network = builder.create_network(0)
     parse_onnx(trt, network, logger, path)
+    _allow_decomposed_attention(trt, network)
     config = _configure(trt, builder, options, progress, path.name)
     for shapes in (shapes for shapes in profiles if shapes):
         profile = builder.create_optimization_profile()
@@ -483,6 +484,14 @@ def parse_onnx(trt: Any, network: Any, logger: Any, path: Path) -> None:
     if not errors:
         raise _rejected_error([explain_log(logger.errors, path.name)])
     raise _rejected_error([*dict.fromkeys(explain_parser_error(error, path.name) for error in errors)])
+
+
+def _allow_decomposed_attention(trt: Any, network: Any) -> None:
+    """Let several kernels compute an attention where no fused one has its width and type, such as fp32."""
+    for layer in map(network.get_layer, range(network.num_layers)):
+        if layer.type.name == "ATTENTION_INPUT":
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings return an ILayer
+            layer.attention.decomposable = True
 
 
 def _rejected_error(problems: Sequence[Message]) -> RunError:

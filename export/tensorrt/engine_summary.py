@@ -40,7 +40,7 @@ def summarize_network(network: Any) -> dict[str, Any]:
 
     Returns:
         layers: without constants; precisions: how many values each type has, constants included;
-        fused_attention: operators of attention.
+        fused_attention: operators of attention; cache_updates: caches that are written in place.
     """
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     outputs = [layer.get_output(index) for layer in layers for index in range(layer.num_outputs)]
@@ -51,6 +51,7 @@ def summarize_network(network: Any) -> dict[str, Any]:
         "layers": len(kinds) - kinds.count("CONSTANT"),
         "precisions": dict(sorted(precisions.items())),
         "fused_attention": kinds.count("ATTENTION_OUTPUT"),
+        "cache_updates": kinds.count("KV_CACHE_UPDATE"),
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -109,7 +110,8 @@ class TensorrtStage(Stage[TensorrtSettings]):
                 code="fixed-shapes",
             )
         trt = import_tensorrt()
-        profiles, limit = (imported_ranges if is_imported else profile_ranges)(src.path, settings, ctx)
+        make_ranges = partial(profile_ranges, cache_length=src.manifest.details.get("cache_length"))
+        profiles, limit = (imported_ranges if is_imported else make_ranges)(src.path, settings, ctx)
         graphs = plan_graphs(
             src.path, profiles, limit, ctx.warnings, imported_shapes if is_imported else profile_shapes
         )
@@ -133,7 +135,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
 
         if parity := check_engines(src, ctx.out, settings.tf32, ctx):
             ctx.details["parity"] = parity
-        copied_details = ("parameters", "dtype", "scheme", "foreign")
+        copied_details = ("parameters", "dtype", "scheme", "foreign", "cache_length")
         ctx.details.update({k: src.manifest.details[k] for k in copied_details if k in src.manifest.details})
         ctx.details.update(
             target="tensorrt",
@@ -261,19 +263,23 @@ _SPLIT_ORDER = ("train", "calibration", "validation")
 
 
 def profile_ranges(
-    folder: Path, settings: TensorrtSettings, ctx: Context, setting_path: str = "tensorrt: {%s}"
+    folder: Path,
+    settings: TensorrtSettings,
+    ctx: Context,
+    setting_path: str = "tensorrt: {%s}",
+    cache_length: int | None = None,
 ) -> tuple[list[DimensionRanges], int | None]:
     """Return the range of each dimension (batch, input, past) for each profile, and the position limit.
 
     For images only the batch varies. Profiles are those of the recipe, in its order. setting_path: where such
-    settings are in a recipe, used in messages.
+    settings are in a recipe, used in messages. cache_length: of caches that do not grow.
 
     Raises:
         InputError: there are no data to compute lengths from and no lengths are set, or no profile covers all
             others.
     """
     config = load_json(folder / "config.json")
-    limit = position_limit(config)
+    limit = min(filter(None, (position_limit(config), cache_length)), default=None)
     parts = settings.each_profile()
     if ctx.traits.modality == "image":
         ranges: list[DimensionRanges] = [{"batch": _batch_range(part)} for part in parts]
@@ -570,15 +576,15 @@ def tensorrt_options(
     from smelt.runtimes.ort_tensorrt_backend import format_shapes
 
     return {
-        "trt_fp16_enable": _bool_option(dtype == "fp16"),
-        "trt_bf16_enable": _bool_option(dtype == "bf16"),
-        "trt_int8_enable": _bool_option(quantized),
-        "trt_layer_norm_fp32_fallback": _bool_option(dtype == "fp16"),
+        "trt_fp16_enable": str(dtype == "fp16"),
+        "trt_bf16_enable": str(dtype == "bf16"),
+        "trt_int8_enable": str(quantized),
+        "trt_layer_norm_fp32_fallback": str(dtype == "fp16"),
         "trt_sparsity_enable": "True",
         "trt_builder_optimization_level": str(settings.optimization_level),
-        "trt_timing_cache_enable": _bool_option(settings.timing_cache),
-        "trt_engine_hw_compatible": _bool_option(settings.hardware_compatibility == "ampere+"),
-        "trt_context_memory_sharing_enable": _bool_option(settings.context_memory == "shared"),
+        "trt_timing_cache_enable": str(settings.timing_cache),
+        "trt_engine_hw_compatible": str(settings.hardware_compatibility == "ampere+"),
+        "trt_context_memory_sharing_enable": str(settings.context_memory == "shared"),
         **{
             f"trt_profile_{end}_shapes": format_shapes(
                 {name: sizes[bound_index] for name, sizes in shapes.items()}
@@ -591,7 +597,3 @@ def tensorrt_options(
             else {"trt_max_workspace_size": str(settings.workspace_mib << 20)}
         ),
     }
-
-
-def _bool_option(on: bool) -> str:
-    return "True" if on else "False"

@@ -303,9 +303,9 @@ def _max_positions(generation: GenerationSettings, model: HasModelConfig, decode
         return table
     if generation.max_new_tokens is not None and generation.max_new_tokens > built:
         raise InputError(
-            f"max_new_tokens: {generation.max_new_tokens} is more than the {built} that the engines of"
-            f" {model.folder} were built for. Use {built} or fewer, or rebuild them with tensorrt:"
-            f" {{max_new_tokens: {generation.max_new_tokens}}}.",
+            f"max_new_tokens: {generation.max_new_tokens} is more than the {built} that the engines or caches"
+            f" of {model.folder} have room for. Use {built} or fewer, or rebuild them with tensorrt:"
+            f" {{max_new_tokens: {generation.max_new_tokens}}}, or a larger onnx: {{cache_length}}.",
             code="engine-limit",
             setting="max_new_tokens",
         )

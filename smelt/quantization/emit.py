@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.quantization.scheme import FUSED_OPSET, FUSED_TARGETS
+
 GraphTarget = Literal["ort-cpu", "ort-cuda", "tensorrt", "openvino"]
 # Domain of the placeholders for values that the runtime computes from constants when it loads a graph.
 LOAD_TIME_DOMAIN = "smelt.load"
 _NF4 = 1  # MatMulBnb4's number of its table
-# The first opset with Attention, RotaryEmbedding and RMSNormalization
-FUSED_OPSET = 23
 _export_target: ContextVar[GraphTarget | None] = ContextVar("smelt_export_target", default=None)
 _has_fused_operators: ContextVar[bool] = ContextVar("smelt_has_fused_operators", default=False)
 
@@ -48,11 +48,16 @@ def emits_fused_operators() -> bool:
     return _has_fused_operators.get()
 
 
+def appends_in_attention() -> bool:
+    """Return whether fused attention takes the past and returns the cache: TensorRT's has one output."""
+    return emits_fused_operators() and export_target() == "ort-cuda"
+
+
 @contextmanager
 def exporting_to(target: GraphTarget, opset: int = 0) -> Iterator[None]:
     """Make modules emit operators for `target` within the block; fused ones where `opset` has them."""
     token = _export_target.set(target)
-    fused_token = _has_fused_operators.set(target == "ort-cuda" and opset >= FUSED_OPSET)
+    fused_token = _has_fused_operators.set(target in FUSED_TARGETS and opset >= FUSED_OPSET)
     try:
         yield
     finally:
@@ -315,96 +320,6 @@ class AttentionHeads(NamedTuple):
     kv_heads: int
     head_dim: int
     scale: float
-
-
-def standard_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    past: tuple[Tensor, Tensor] | None,
-    heads: AttentionHeads,
-) -> tuple[Tensor, ...]:
-    """Emit ONNX's Attention-23, which appends keys and values to the past if there is one.
-
-    On CUDA, ONNX Runtime requires the queries' axis of the bias in full.
-
-    Args:
-        query: float32 [B, S, H * d], or [B, H, S, d].
-        key: float32 [B, L, K * d], or [B, K, L, d]; as many axes as the query.
-        value: as key.
-        bias: float32 [B or 1, H or 1, S, T], added to the scaled products, or None.
-        past: float32 [B, K, P, d] twice, or None; T = P + L.
-        heads: their numbers.
-
-    Returns:
-        The output in the shape of the query, and with a past keys and values [B, K, T, d].
-    """
-    inputs: list[Tensor | None] = [query, key, value, bias, *(past or ())]
-    while inputs[-1] is None:
-        inputs.pop()
-    shapes = [tuple(query.shape)]
-    if past is not None:
-        batch, kv_heads, length, width = past[0].shape
-        shapes += [(batch, kv_heads, length + key.shape[1 if key.dim() == 3 else 2], width)] * 2
-    numbers = {"q_num_heads": heads.query_heads, "kv_num_heads": heads.kv_heads}
-    outputs = torch.onnx.ops.symbolic_multi_out(
-        "Attention",
-        inputs,
-        {"scale": heads.scale, **(numbers if query.dim() == 3 else {})},
-        dtypes=[query.dtype] * len(shapes),
-        shapes=shapes,
-        version=FUSED_OPSET,
-    )
-    return tuple(outputs)
-
-
-def mask_bias(mask: Tensor, masked: float, dtype: torch.dtype) -> Tensor:
-    """Emit a Gather that turns int64 0 and 1 [B, T] into `masked` and 0, float32 [B, T]."""
-    out: Tensor = torch.onnx.ops.symbolic(
-        "Gather",
-        [torch.tensor([masked, 0.0], dtype=dtype), mask],
-        {"axis": 0},
-        dtype=dtype,
-        shape=tuple(mask.shape),
-        version=13,
-    )
-    return out
-
-
-def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, heads: int) -> Tensor:
-    """Emit ONNX's RotaryEmbedding-23, halves rotated with each other.
-
-    Args:
-        x: float32 [B, S, H * d].
-        cos: float32 [M, r / 2], of all positions; the first r of d channels are rotated.
-        sin: as cos.
-        positions: int64 [B, S].
-        heads: H.
-    """
-    rotated = 2 * cos.shape[1]
-    out: Tensor = torch.onnx.ops.symbolic(
-        "RotaryEmbedding",
-        [x, cos, sin, positions],
-        {"num_heads": heads, **({} if rotated == x.shape[2] // heads else {"rotary_embedding_dim": rotated})},
-        dtype=x.dtype,
-        shape=tuple(x.shape),
-        version=FUSED_OPSET,
-    )
-    return out
-
-
-def rms_normalization(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Emit ONNX's RMSNormalization-23 over the last axis; it computes in float32 in every dtype."""
-    out: Tensor = torch.onnx.ops.symbolic(
-        "RMSNormalization",
-        [x, weight],
-        {"axis": -1, "epsilon": epsilon},
-        dtype=x.dtype,
-        shape=tuple(x.shape),
-        version=FUSED_OPSET,
-    )
-    return out
 
 
 # the placeholders of the weights (export/simplify_graph.py): unsigned, with zero points; signed, by

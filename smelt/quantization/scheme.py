@@ -40,6 +40,8 @@ EXPORT_TARGETS = ("ort-cpu", "ort-cuda", "tensorrt", "openvino", "ort-tensorrt")
 CONV_UNSUPPORTED_TARGETS = {
     "tensorrt": "inputs of quantized convolutions are uint8, which TensorRT does not support"
 }
+# The first opset with Attention, RotaryEmbedding and RMSNormalization, and targets with kernels of them
+FUSED_OPSET, FUSED_TARGETS = 23, ("ort-cuda", "tensorrt")
 # Targets that run the graphs of another one; its unsupported schemes are also theirs.
 GRAPH_TARGETS = {"ort-tensorrt": "tensorrt"}
 

@@ -43,6 +43,7 @@ from smelt.generation.backend import (
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import gpu_index, onnx_device
 from smelt.runtimes.device_operators import DeviceOperators
+from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
 from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_session import (
     REEXPORT_HINT,
@@ -151,7 +152,7 @@ class OnnxBackend:
     name = "onnxruntime"
     version: str = onnxruntime.__version__
     max_tokens_per_call = None
-    max_total_tokens = None
+    max_total_tokens: int | None = None
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class OnnxBackend:
         self._past = [past_input_name(name) for name in self._present]
         inputs = {i.name: i for i in sessions[main.name].get_inputs()}
         expected = main.inputs | {*self._past, *map(past_input_name, self._once)}
-        if mismatched := (set(inputs) ^ expected) - {NUM_LOGITS_INPUT}:
+        if mismatched := (set(inputs) ^ expected) - {NUM_LOGITS_INPUT, WRITE_INDICES}:
             files = " and ".join(f"{graph.name}.onnx" for graph in self._graphs.call_order)
             raise InputError(
                 f"{self._folder}: {files}: inputs and outputs do not match: {', '.join(sorted(mismatched))}."
@@ -278,8 +279,11 @@ class OnnxBackend:
         self._empty = [
             (i.shape[1], i.shape[3], _CACHE_DTYPES[i.type]) for i in map(inputs.get, self._past) if i
         ]
-        self._in_place = self._may_append and supports_inplace_cache(
-            sessions[main.name], self._past, self._present, self._empty
+        self._fixed_length = fixed_cache_length({name: value.shape for name, value in inputs.items()})
+        self.max_total_tokens = self._fixed_length
+        self._in_place = self._fixed_length is not None or (
+            self._may_append
+            and supports_inplace_cache(sessions[main.name], self._past, self._present, self._empty)
         )
 
     def input_shapes(self, graph: str) -> dict[str, tuple[int | None, ...]]:
@@ -313,15 +317,16 @@ class OnnxBackend:
         if self._graphs.encoder is not None:
             tensors |= self._run_encoder(self._graphs.encoder.name, feeds or {})
         caches = [
-            self._empty_cache((rows, heads, 0, width), kind) for heads, width, kind in self._empty_caches()
+            self._empty_cache((rows, heads, self._fixed_length or 0, width), kind)
+            for heads, width, kind in self._empty_caches()
         ]
         return self._bind_state(caches, tensors)
 
     def _empty_cache(self, shape: tuple[int, ...], kind: Any) -> Any:
-        if kind == _BFLOAT16:
-            return onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-                list(shape), kind, self.device, self._device_id
-            )
+        if kind == _BFLOAT16:  # copied to the device by an operator
+            zeros = np.zeros(shape, dtype=np.uint16)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, kind)
+            return self._operators.gather(value, np.arange(shape[0]))
         return self._to_ortvalue(np.zeros(shape, dtype=kind))
 
     def _empty_caches(self) -> list[Any]:
@@ -406,6 +411,7 @@ class OnnxBackend:
 
     def _advance(self, held: OnnxDecodeState, feeds: Feeds, last: int, logits_device: str) -> Any:
         """Run a step; return its logits, an OrtValue on `logits_device`, cpu or cuda."""
+        feeds = cache_feeds(feeds, self._fixed_length)
         num_rows, tokens = feeds["input_ids"].shape
         if tokens > 1 and num_rows > 1 and self._by_row and feeds["attention_mask"].shape[1] > tokens:
             raise InputError(

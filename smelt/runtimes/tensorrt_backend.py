@@ -41,6 +41,7 @@ from smelt.generation.backend import (
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
 from smelt.runtimes.device import TorchThreads
+from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
 from smelt.runtimes.graph_timer import timed_graph
 from smelt.runtimes.onnx_import.signature import read_batch_axes
 from smelt.runtimes.tensorrt_engine import (
@@ -145,6 +146,12 @@ class TensorrtEngine:
         self._profiles = sorted(self._read_profiles(), key=lambda profile: profile.size)
         self._chosen = -1
         self._bound_inputs: dict[str, tuple[int, torch.Size]] = {}
+        # outputs that are the memory of an input, which TensorRT requires of caches with a fixed length
+        self._written_inputs = {
+            name: past_input_name(name)
+            for name in (self.outputs if WRITE_INDICES in self.inputs else ())
+            if name.startswith(PRESENT_PREFIX)
+        }
         self._select_profile(self._profiles[-1])
         stream.synchronize()
         for text in dict.fromkeys(self._logger.warnings):
@@ -200,12 +207,15 @@ class TensorrtEngine:
         return self._profiles[-1].limits[name][1][axis]
 
     def __call__(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run once on the engine's stream; inputs and outputs are CUDA tensors. The outputs are new tensors.
+        """Run once on the engine's stream; inputs and outputs are CUDA tensors.
+
+        The outputs are new tensors, except for caches of a fixed length, which are changed in place.
 
         Raises:
             RunError: an input is missing, a shape is outside of the profile, or the GPU failed.
         """
         live_tensors: list[Tensor] = []  # memory of the stream, reused only by later work on it
+        inputs: dict[str, Tensor] = {}
         if missing := [name for name in self.inputs if name not in feeds]:
             feed_names = ", ".join(feeds)
             raise RunError(
@@ -217,6 +227,7 @@ class TensorrtEngine:
         for name in self.inputs:
             tensor = feeds[name].to(self._tensor_device(name), self.types[name]).contiguous()
             live_tensors.append(tensor)
+            inputs[name] = tensor
             memory = tensor.data_ptr(), tensor.shape
             if memory[0] and self._bound_inputs.get(name) == memory:
                 continue  # as in the last run: what all steps of a text share
@@ -227,9 +238,12 @@ class TensorrtEngine:
         self._infer_shapes()
         outputs = {}
         for name in self.outputs:
-            outputs[name] = torch.empty(
-                self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
-            )
+            if name in self._written_inputs:
+                outputs[name] = inputs[self._written_inputs[name]]
+            else:
+                outputs[name] = torch.empty(
+                    self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
+                )
             self._bind(name, outputs[name], live_tensors)
         with timed_graph(lambda: self._stream):
             is_started = self._context.execute_async_v3(self._stream.cuda_stream)
@@ -375,8 +389,13 @@ class TensorrtBackend(NoGenerationGraphs):
         self.max_tokens_per_call: int | None = (
             first.max_dimension("input_ids", _LENGTH) if has_tokens else None
         )
-        # the last token of a text is never an input
-        self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1 if self._past else None
+        self._cache_length = fixed_cache_length(
+            {name: tuple(main.engine.get_tensor_shape(name)) for name in main.inputs}
+        )
+        # a growing cache is followed by the token of the call
+        self.max_total_tokens = self._cache_length
+        if self._past and self._cache_length is None:
+            self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1
         self._threads = TorchThreads(threads)  # last, so that an engine that does not load changes nothing
 
     def _engine(self, name: str) -> TensorrtEngine:
@@ -427,8 +446,8 @@ class TensorrtBackend(NoGenerationGraphs):
         caches = {}
         for name in (name for name in main.inputs if name.startswith(PAST_PREFIX) and name not in gpu_inputs):
             _, heads, _, width = main.engine.get_tensor_shape(name)
-            shape = (rows.stop - rows.start, heads, 0, width)
-            caches[name] = torch.empty(shape, dtype=main.types[name], device=CUDA_DEVICE)
+            shape = (rows.stop - rows.start, heads, self._cache_length or 0, width)
+            caches[name] = torch.zeros(shape, dtype=main.types[name], device=CUDA_DEVICE)
         return EngineBatch(rows, caches, gpu_inputs)
 
     @torch.inference_mode()
@@ -448,6 +467,7 @@ class TensorrtBackend(NoGenerationGraphs):
         """Run a step; return its logits on the GPU; called on the engines' stream."""
         engine = self._engine(self._graphs.main.name)
         num_logits = max(1, last)  # 0 would mean all
+        feeds = cache_feeds(feeds, self._cache_length)
         part_logits = []
         for state_part in held.parts:
             # engines built before this input existed return the logits of all tokens

@@ -46,6 +46,31 @@ def test_graphs_open_in_every_dtype(family):
     assert len(paths) >= len(cuda_graphs.DTYPES)
 
 
+# with caches of a fixed length: heads are an axis of their inputs, so more shapes are computed
+FIXED_COUNTS = {
+    "llama": {"fp32": (61, 4, 5), "fp16": (62, 4, 5), "bf16": (62, 4, 5)},
+    "qwen2": {"fp32": (88, 4, 5), "fp16": (89, 4, 5), "bf16": (89, 4, 5)},
+    "gpt2": {"fp32": (85, 4, 5), "fp16": (86, 4, 5), "bf16": (86, 4, 5)},
+}
+
+
+@pytest.mark.parametrize("family", FIXED_COUNTS)
+def test_graphs_with_fixed_caches_run_their_operators_on_the_gpu(family):
+    """TensorScatter for each cache and one attention a layer; only shapes are computed on the CPU."""
+    cuda_rig.rig_environment()
+    folders = cuda_graphs.cuda_graphs(family, 24)
+    opened = cuda_rig.open_graphs(folder / "model.onnx" for folder in folders.values())
+    assert [graph.error for graph in opened] == [None] * len(opened)
+    counts = {
+        dtype: (graph.nodes, graph.host_copies, sum(graph.on_cpu.values()))
+        for dtype, graph in zip(folders, opened, strict=True)
+    }
+    assert counts == FIXED_COUNTS[family]
+    for graph in opened:
+        assert graph.operators["TensorScatter"] == 2 * graph.operators["Attention"] > 0
+        assert not {"TensorScatter", "Attention", "RMSNormalization", "RotaryEmbedding"} & {*graph.on_cpu}
+
+
 @pytest.mark.parametrize("family", COUNTED)
 def test_nodes_and_host_copies_of_a_step_equal_recorded_counts(family):
     """A call launches a kernel for each node, and waits for each copy to the host."""

@@ -78,7 +78,7 @@ def test_mixed_precision_error_names_unsupported_scheme_and_supported_bits():
     from torch import nn
 
     from smelt.compress.quantize.plan_layers import quantize_module
-    from smelt.export.onnx_stage import tolerance_kind
+    from smelt.export.scheme_support import tolerance_kind
 
     mixed = nn.ModuleList(quantize_module(nn.Linear(32, 8), scheme) for scheme in ("int4", "int2"))
     with raises_code("unsupported-scheme", InputError) as excinfo:

@@ -15,7 +15,7 @@ from smelt.export.convert_to_half import convert_to_half
 from smelt.export.graph_files import write_graph
 from smelt.export.graphs.attention import GraphSpec
 from smelt.export.graphs.export_graph import export_graph
-from smelt.export.onnx_stage import tolerance_kind
+from smelt.export.scheme_support import tolerance_kind
 from smelt.export.settings import OnnxSettings
 from smelt.export.simplify_graph import expand_placeholders
 from smelt.quantization.schemes.registry import default_options, find_scheme

@@ -15,13 +15,14 @@ from tests.support.shared_folders import make_once
 DTYPES = ("fp32", "fp16", "bf16")
 
 
-def cuda_graphs(family: str) -> dict[str, Path]:
+def cuda_graphs(family: str, cache_length: int | None = None) -> dict[str, Path]:
     """Return the folder of graphs in each of DTYPES of `graph_exports.FAMILIES[family]`; read only."""
-    folder = make_once(f"cuda-graphs-{family}", lambda new: _export(family, new))
+    name = f"cuda-graphs-{family}{'' if cache_length is None else f'-{cache_length}'}"
+    folder = make_once(name, lambda new: _export(family, new, cache_length))
     return {dtype: folder / dtype for dtype in DTYPES}
 
 
-def _export(family: str, folder: Path) -> None:
+def _export(family: str, folder: Path, cache_length: int | None) -> None:
     """Export in fp16; keep a copy of the graphs before the conversion, and one in bf16."""
     from smelt.export import half_graphs
     from smelt.export.onnx_stage import Onnx
@@ -44,7 +45,9 @@ def _export(family: str, folder: Path) -> None:
 
     ctx = graph_exports.make_context(folder / "fp16", task)
     # the opset of bf16
-    settings = OnnxSettings(target="ort-cuda", dtype="fp16", opset=22, generation_graph=False)
+    settings = OnnxSettings(
+        target="ort-cuda", dtype="fp16", opset=22, generation_graph=False, cache_length=cache_length
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(half_graphs, "convert_graphs_to_half", convert_copies)
         Onnx()(tiny.as_artifact(source, task), settings, ctx)

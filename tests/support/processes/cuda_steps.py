@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -19,13 +20,16 @@ def main(requests: dict[str, Any]) -> dict[str, Any]:
     """Decode some tokens with the graphs of an encoder-decoder, and reorder its caches.
 
     Args:
-        requests: `folder`, with the graphs; `is_prompt`: see `read_prompt`. LOCAL_RANK, if set, is the
+        requests: `folder`, with the graphs; `is_prompt`: see `read_prompt`; `fixed`: see `write_in_place`.
+            LOCAL_RANK, if set, is the
             process's number among several.
 
     Returns:
         `device_ids`: of the session and of the values. `step`, `top`, `reorder`, `reorder_shared`: bytes
         copied. `caches`, `logits`: the sizes of the caches, and of the logits of a step.
     """
+    if requests.get("fixed"):
+        return write_in_place(Path(requests["folder"]))
     if requests.get("is_prompt"):
         return read_prompt(Path(requests["folder"]))
     from smelt.generation.generating_runners import EncoderDecoderRunner
@@ -84,6 +88,32 @@ def read_prompt(folder: Path) -> dict[str, Any]:
     answer["last"] = copied_bytes()
     answer["caches"] = sum(_size(value) for value in state.caches)
     answer["places"] = sorted({value.device_name() for value in state.caches})
+    return answer
+
+
+def write_in_place(folder: Path) -> dict[str, Any]:
+    """Run a token with the graph of a language model whose caches have a fixed length.
+
+    Returns:
+        `zeros`: whether the caches begin as zeros. `addresses`, `addresses_after`: of the caches, before and
+        after. `step`: bytes copied. `caches`: their size. `places`: of the caches.
+    """
+    from smelt.generation.generating_runners import DecoderOnlyRunner
+    from smelt.runtimes.onnx_backend import OnnxBackend
+
+    backend = OnnxBackend(folder, DecoderOnlyRunner.graphs, "ort-cuda", 1, "cuda")
+    state = backend.start(ROWS)
+    answer: dict[str, Any] = {"addresses": [value.data_ptr() for value in state.caches]}
+    answer["places"] = sorted({value.device_name() for value in state.caches})
+    answer["caches"] = sum(_size(value) for value in state.caches)
+    memory = (ctypes.string_at(value.data_ptr(), _size(value)) for value in state.caches)
+    answer["zeros"] = not any(map(any, memory))
+    token = np.ones((ROWS, 1), np.int64)
+    feeds = {"input_ids": token, "attention_mask": token, "position_ids": token - 1}
+    copied_bytes()
+    backend.step(state, feeds)
+    answer["step"] = copied_bytes()
+    answer["addresses_after"] = [value.data_ptr() for value in state.caches]
     return answer
 
 

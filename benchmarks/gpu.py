@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
 RUNS = Path("runs")
 RUNS_FILE = ROOT / "benchmarks" / "gpu-runs.json"
 RESULTS = ROOT / "build" / "gpu" / "results"
@@ -57,6 +58,7 @@ class Part:
 
     seconds: at most. needs: modules without which it is left out. report: a page of the run that is kept.
     libraries: a variable with a folder that the loader looks in first, without which the part is left out.
+    variables: of its process, besides this process's.
     """
 
     name: str
@@ -66,11 +68,12 @@ class Part:
     needs: tuple[str, ...] = ()
     report: Path | None = None
     libraries: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables of its process."""
-        variables = os.environ | {"COLUMNS": "110", "HF_HUB_OFFLINE": "1"}
+        variables = os.environ | {"COLUMNS": "110", "HF_HUB_OFFLINE": "1"} | dict(self.variables)
         first = os.environ.get(self.libraries, "") if self.libraries else ""
         if first:
             rest = os.environ.get("LD_LIBRARY_PATH", "")
@@ -80,7 +83,8 @@ class Part:
     @property
     def missing(self) -> str:
         """Return what the part needs and is not here, or an empty text."""
-        names = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        folders = [*filter(None, self.variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+        names = [name for name in self.needs if PathFinder.find_spec(name, folders) is None]
         if self.libraries and not Path(os.environ.get(self.libraries, "/nowhere")).is_dir():
             names.append(self.libraries)
         return ", ".join(names)
@@ -138,6 +142,10 @@ def parts(python: str = sys.executable, device: str = "cuda") -> tuple[Part, ...
             recipe("cuda"), 110, ("onnxruntime",), report("cuda"),
         ),
         Part(
+            "cuda-graphs", "ONNX Runtime on CUDA: an encoder with and without CUDA graphs: quality, latency",
+            recipe("cuda-graphs"), 60, ("onnxruntime",), report("cuda-graphs"),
+        ),
+        Part(
             "tests", "the tests that wait for a GPU",
             (python, "-m", "pytest", "-q", "-rA", "-p", "no:xdist", "-m", "gpu", "tests/runtimes",
              "tests/compress"), 60, ("pytest", "onnxruntime"),
@@ -151,10 +159,31 @@ def parts(python: str = sys.executable, device: str = "cuda") -> tuple[Part, ...
             recipe("tensorrt"), 300, ("tensorrt", "onnxruntime"), report("tensorrt"),
         ),
         Part(
+            "tensorrt-schemes", "TensorRT engines of schemes for GPUs, fp8: parity, quality, latency",
+            recipe("schemes"), 150, ("tensorrt", "onnxruntime"), report("schemes"),
+        ),
+        Part(
             "ort-tensorrt", "TensorRT inside of ONNX Runtime in fp32, fp16 and int8: quality, latency",
             recipe("ort"), 200, ("onnxruntime",), report("ort"), "SMELT_TENSORRT_10",
         ),
     )  # fmt: skip
+
+
+def on_rig(part: Part) -> Part:
+    """Return the part with TensorRT's builder for machines without a GPU, if it needs one and it is there."""
+    if "tensorrt" not in part.needs or "tensorrt" not in part.missing:
+        return part
+    from tests.support.processes.rig_folder import NoRigError
+    from tests.support.processes.tensorrt_rig import environment
+
+    try:
+        variables = environment()
+    except NoRigError as error:
+        print(f"{part.name}: {error}")
+        return part
+    paths = filter(None, (variables["PYTHONPATH"], os.environ.get("PYTHONPATH")))
+    changed = {"LD_LIBRARY_PATH": variables["LD_LIBRARY_PATH"], "PYTHONPATH": os.pathsep.join(paths)}
+    return replace(part, variables=changed)
 
 
 def describe_parts(parts_to_run: Sequence[Part]) -> str:
@@ -266,7 +295,7 @@ def main(arguments: Sequence[str] | None = None, known: Sequence[Part] | None = 
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="on the CPU, without limits of single parts; nothing is recorded",
+        help="on the CPU, without limits of single parts; engines are only built; nothing is recorded",
     )
     parser.add_argument("--record", action="store_true", help="only update the list of parts in --runs-file")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -274,6 +303,8 @@ def main(arguments: Sequence[str] | None = None, known: Sequence[Part] | None = 
     options = parser.parse_args(arguments)
     known = parts(device="cpu" if options.rehearse else "cuda") if known is None else known
     chosen = [part for part in known if options.only is None or part.name in options.only]
+    if options.rehearse:
+        chosen = [on_rig(part) for part in chosen]
     if options.record:
         record_runs(known, {}, options.runs_file)
         return 0

@@ -7,7 +7,8 @@
 #
 #   benchmarks/gpu.sh                          with the Python of PYTHON (default: .venv's, else python3)
 #   benchmarks/gpu.sh --only tensorrt          one part; --minutes N: another limit
-#   benchmarks/gpu.sh --rehearse               on the CPU: the same commands, nothing is recorded
+#   benchmarks/gpu.sh --rehearse               on the CPU: the same commands, nothing is recorded; TensorRT's engines
+#                                              are built where the tests can build them, and not run
 #
 # The machine needs torch and transformers, and no network: where smelt is not installed, its other packages are
 # carried there. On a machine with network, with the same version of Python:

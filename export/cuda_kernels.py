@@ -1,8 +1,8 @@
-"""Operators with a bfloat16 kernel in ONNX Runtime's CUDA provider.
+"""Operators with a bfloat16 kernel in ONNX Runtime's CUDA provider, and those without one in newer opsets.
 
-The list is not written by hand: `python -m tests.support.processes.cuda_rig --bf16` prints it, from the
-kernels that the provider of onnxruntime-gpu 1.31 registers, and a test compares both. The provider does not
-list its kernels where it cannot be loaded, and an export must not need a GPU.
+The lists are not written by hand: `python -m tests.support.processes.cuda_rig --kernels` prints them, from
+the kernels that the provider of onnxruntime-gpu 1.31 registers, and a test compares them. The provider does
+not list its kernels where it cannot be loaded, and an export must not need a GPU.
 """
 
 from __future__ import annotations
@@ -138,6 +138,30 @@ BF16_KERNELS = {
     "VarlenCausalConvWithState": 1,
     "Where": 16,
 }
+
+# by operator: the first opset with a version of it that has no kernel, so that the CPU computes it
+OLDER_KERNELS = {
+    "Dropout": 22,
+    "Elu": 22,
+    "EyeLike": 22,
+    "InstanceNormalization": 22,
+    "MaxPool": 22,
+    "Selu": 22,
+    "ThresholdedRelu": 22,
+}
+# the modules of torch.nn that are exported as one of them
+_OLDER_MODULES = (
+    "ELU", "SELU", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
+    "MaxPool1d", "MaxPool2d", "MaxPool3d",
+)  # fmt: skip
+
+
+def has_older_kernels(model: Any) -> bool:
+    """Return whether a torch module has layers that CUDA has kernels for in opsets before 22 only."""
+    from torch import nn
+
+    kinds = tuple(getattr(nn, name) for name in _OLDER_MODULES)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def nodes_without_bf16_kernel(model: Any) -> set[str]:

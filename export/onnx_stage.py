@@ -27,6 +27,7 @@ from smelt.export.scheme_support import file_dtype, tolerance_kind
 from smelt.export.settings import (
     OnnxSettings,
     ProviderSettings,
+    unsupported_cuda_graph,
     unsupported_model,
     unsupported_sizes,
     unsupported_task,
@@ -120,19 +121,21 @@ def export_size(settings: OnnxSettings, inputs: SizeInputs) -> StepSize:
 def required_opset(settings: OnnxSettings, model: Any) -> int:
     """Return the opset of the settings, or a newer one if quantized operators or bf16 need it.
 
-    Graphs for CUDA have ONNX's fused operators, unless the opset is one for older runtimes. Conv, Sin and Cos
-    support bfloat16 from opset 22 on (https://onnx.ai/onnx/operators/onnx__Conv.html).
+    Graphs for CUDA have ONNX's fused operators, unless the opset is one for older runtimes, or a layer would
+    be computed on the CPU in theirs. Conv, Sin and Cos support bfloat16 from opset 22 on
+    (https://onnx.ai/onnx/operators/onnx__Conv.html).
 
     Raises:
         InputError: `opset-too-low`, the setting is for an older runtime, which would not open a newer graph.
     """
+    from smelt.export.cuda_kernels import has_older_kernels
     from smelt.quantization.layers import layer_scheme
 
     used_schemes = {layer_scheme(module) for module in model.modules()}
     names = [name for name in SCHEMES if name in used_schemes]
     of_dtype = BF16_OPSET if file_dtype(settings) == "bf16" else 0
     is_fused = settings.graph_target == "ort-cuda" and settings.opset >= FIRST_COMPLETE_OPSET
-    of_target = FUSED_OPSET if is_fused else 0
+    of_target = FUSED_OPSET if is_fused and not has_older_kernels(model) else 0
     of_caches = CACHE_OPSET if settings.cache_length is not None else 0
     required = max(
         [
@@ -294,6 +297,8 @@ class Onnx(Stage[OnnxSettings]):
         ]
         if beyond := windows_beyond_caches(settings, data):
             errors.append(error_message("window-too-long", beyond, setting="cache_length"))
+        if (reason_of_capture := unsupported_cuda_graph(settings, task)) is not None:
+            errors.append(error_message("no-fixed-shapes", reason_of_capture, setting="cuda_graph"))
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
@@ -388,7 +393,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         dtype=settings.dtype,
         opset=required_opset(settings, model),
         **settings.fixed_sizes,
-        **({"tf32": True} if settings.tf32 else {}),
+        **{name: True for name in ("tf32", "cuda_graph") if getattr(settings, name)},
         **({"cache_length": settings.cache_length} if settings.cache_length else {}),
     )
     shape = _fix_parent_shape(parent, settings)

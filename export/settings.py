@@ -239,6 +239,10 @@ class OnnxSettings(Settings):
         default=False,
         description="ort-cuda: float32 matrix multiplications in TF32",
     )
+    cuda_graph: bool = Field(
+        default=False,
+        description="ort-cuda, fixed shapes: launch all kernels of a call at once",
+    )
 
     @property
     def graph_target(self) -> GraphTarget:
@@ -276,7 +280,7 @@ class OnnxSettings(Settings):
         return self.model_copy(update={"autotune": asked.model_copy(update=update)})
 
     @model_validator(mode="after")
-    def _check_combination(self) -> Self:
+    def _check_dtype(self) -> Self:
         if self.target == "ort-cpu" and self.dtype == "fp16":
             raise SettingError(
                 "dtype fp16 is for GPUs; on the CPU ONNX Runtime converts to float32 at every operator. Set"
@@ -294,6 +298,10 @@ class OnnxSettings(Settings):
                 " multiplication. Set target: openvino, or dtype: fp32",
                 code="unsupported-dtype",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
         if self.autotune and self.target != "ort-cpu":
             raise SettingError(
                 "autotune chooses between operators of ONNX Runtime on the CPU. Set target: ort-cpu, or"
@@ -328,6 +336,11 @@ class OnnxSettings(Settings):
             raise SettingError(
                 "tf32 requires target: ort-cuda and dtype: fp32. Remove tf32", code="unused-setting"
             )
+        if self.cuda_graph and self.target != "ort-cuda":
+            raise SettingError(
+                f"cuda_graph requires target: ort-cuda, but target is {self.target}. Remove cuda_graph",
+                code="unused-setting",
+            )
         if self.fixed_sizes and self.target == "ort-tensorrt":
             raise SettingError(
                 f"{' and '.join(self.fixed_sizes)}: target ort-tensorrt builds engines for a range of sizes."
@@ -347,6 +360,19 @@ class OnnxSettings(Settings):
                 code="unused-setting",
             )
         return self
+
+
+def unsupported_cuda_graph(settings: OnnxSettings, task: str) -> str | None:
+    """Return why calls of the graphs of `task` cannot be captured, or None."""
+    traits = task_traits(task)
+    if not settings.cuda_graph:
+        return None
+    if traits.generates or traits.modality == "arrays":
+        return f"the graphs of {task} have no fixed shapes, which a CUDA graph requires. Remove it."
+    required = FIXED_SIZES if traits.modality == "text" else FIXED_SIZES[:1]
+    if missing := [name for name in required if getattr(settings, name) is None]:
+        return f"a CUDA graph requires fixed shapes. Set {' and '.join(missing)}, or remove cuda_graph."
+    return None
 
 
 KV_CACHE_TASKS = tasks_with(architecture="decoder")

@@ -61,8 +61,8 @@ def check_engines(source: Artifact, folder: Path, tf32: bool, ctx: Context) -> d
             reference = _graph_outputs(graphs, batch, engines.backend.max_total_tokens)
             actual = logits_for(engines, reference)
     for item in caught:
-        if issubclass(item.category, EngineWarning):
-            ctx.warn("tensorrt-warning", str(item.message)[:300])
+        if isinstance(item.message, EngineWarning):
+            ctx.warn(item.message.code, str(item.message)[:300])
         else:
             warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
     scheme = details.get("scheme")

@@ -159,7 +159,15 @@ class DeviceWarning(UserWarning):
 
 
 class EngineWarning(UserWarning):
-    """TensorRT warned about an engine that it opened, or the engine was built on another model of GPU."""
+    """TensorRT warned about an engine, or the engine is slower than need be, by its `code`.
+
+    Codes: `tensorrt-warning`, a warning of TensorRT itself; `other-gpu-model`, it was built on another model
+    of GPU; `rows-split`, a batch has more rows than it was built for, so that each token takes several runs.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class TruncationWarning(UserWarning):

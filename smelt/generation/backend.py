@@ -42,10 +42,18 @@ class TopLogits:
 def top_logits(logits: Any, count: int) -> TopLogits:
     """Return the `count` highest of `logits`, a torch tensor [R, V] that stays on its device.
 
-    Equal logits are in any order, as torch's `topk` returns them.
+    Of equal logits the lower token comes first. torch's `topk` has no order of equal values, and on a GPU may
+    choose others in each run, so it sorts keys without equal ones: a logit's bits, as an integer of the same
+    order, then its token.
     """
-    scores = logits.float()
-    values, tokens = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    import torch
+
+    scores = logits.float() + 0.0  # -0.0 equals 0.0
+    bits = scores.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    keys = (ordered << 32) - torch.arange(scores.shape[-1], device=scores.device)
+    tokens = keys.topk(min(count, scores.shape[-1]), dim=-1).indices
+    values = scores.gather(-1, tokens)
     log_probs = scores.log_softmax(dim=-1).gather(-1, tokens)
     return TopLogits(values.cpu().numpy(), tokens.cpu().numpy(), log_probs.cpu().numpy())
 

@@ -41,6 +41,7 @@ from smelt.generation.backend import (
     past_input_name,
 )
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT
+from smelt.runtimes.cuda_graph import CapturedGraph
 from smelt.runtimes.device import gpu_index, onnx_device
 from smelt.runtimes.device_operators import DeviceOperators
 from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
@@ -147,6 +148,7 @@ class OnnxBackend:
     """A `Backend` over ONNX Runtime sessions: CPU, or CUDA where the target is ort-cuda.
 
     opener: opens a graph on CUDA with another provider, given its path and the threads.
+    cuda_graph: on CUDA, `call` runs graphs as CUDA graphs; their inputs have fixed shapes.
     """
 
     name = "onnxruntime"
@@ -164,12 +166,17 @@ class OnnxBackend:
         dtype: str | None = None,
         opener: Callable[[Path, int | None], Any] | None = None,
         tf32: bool = False,
+        cuda_graph: bool = False,
     ) -> None:
         self._folder, self._graphs, self._threads = folder, graphs, threads
         self.device = onnx_device(device, target) if opener is None else "cuda"
         self._device_id = gpu_index() if self.device == "cuda" else 0
         self._operators = DeviceOperators(self.device, self._device_id)
-        self._opens = opener or partial(open_onnx_session, device=self.device, tf32=tf32)
+        self._captures_calls = cuda_graph and self.device == "cuda"
+        self._captured: dict[str, CapturedGraph] = {}
+        self._opens = opener or partial(
+            open_onnx_session, device=self.device, tf32=tf32, cuda_graph=self._captures_calls
+        )
         if dtype == "bf16" and self.device == "cpu":
             raise InputError(
                 f"{folder}: ONNX Runtime runs bf16 graphs on CUDA only (target ort-cuda). Export with dtype:"
@@ -302,6 +309,8 @@ class OnnxBackend:
         }
         names = [output.name for output in session.get_outputs()]
         try:
+            if self._captures_calls:
+                return self._captured_graph(graph, session)(inputs)
             with timed_graph():
                 results = session.run(names, inputs)
         except Exception as error:  # onnxruntime's errors have no base of their own
@@ -310,6 +319,12 @@ class OnnxBackend:
                 code="graph-failed",
             ) from error
         return dict(zip(names, results, strict=True))
+
+    def _captured_graph(self, graph: str, session: Any) -> CapturedGraph:
+        with self._lock:
+            if graph not in self._captured:
+                self._captured[graph] = CapturedGraph(session, self.device, self._device_id)
+            return self._captured[graph]
 
     def start(self, rows: int, feeds: Feeds | None = None, shared: Feeds | None = None) -> OnnxDecodeState:
         """Run the graph before `main`, if there is one; bind its outputs, and empty caches."""
@@ -550,10 +565,12 @@ class OnnxBackend:
         with self._lock:
             if self._large and self._sessions is not None:
                 self._sessions = {}
+                self._captured.clear()
 
     def close(self) -> None:
         """Free the sessions and their threads."""
         self._sessions = None
+        self._captured.clear()
 
 
 def _require_graph_file(folder: Path, graph: GraphInterface) -> Path:

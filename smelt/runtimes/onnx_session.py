@@ -26,14 +26,15 @@ FLOAT_ACTIVATIONS_OPTION = ("session.qdq_matmulnbits_accuracy_level", "0")
 SEPARATE_QDQ_OPTION = ("session.disable_quant_qdq", "1")
 
 
-def cuda_provider_config(tf32: bool = False) -> tuple[str, dict[str, str]]:
+def cuda_provider_config(tf32: bool = False, cuda_graph: bool = False) -> tuple[str, dict[str, str]]:
     """Return ONNX Runtime's CUDA provider with its options.
 
     By default it multiplies float32 in TF32 on Ampere and newer, with 10 bits of fraction instead of 23
     (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#use_tf32), a larger error
     than the tolerance between a graph and its model.
     """
-    return "CUDAExecutionProvider", {"use_tf32": str(int(tf32)), "device_id": str(gpu_index())}
+    options = {"use_tf32": str(int(tf32)), "device_id": str(gpu_index())}
+    return "CUDAExecutionProvider", options | ({"enable_cuda_graph": "1"} if cuda_graph else {})
 
 
 def open_onnx_session(
@@ -42,10 +43,12 @@ def open_onnx_session(
     device: str = "cpu",
     optimized: bool = True,
     tf32: bool = False,
+    cuda_graph: bool = False,
 ) -> Any:
     """Open the graph `path`; `optimized=False` computes node by node, without constant folding.
 
-    tf32: let matrix multiplications in float32 use TF32, on CUDA.
+    tf32: let matrix multiplications in float32 use TF32, on CUDA. cuda_graph: run it as a CUDA graph, see
+    `smelt.runtimes.cuda_graph`.
 
     Raises:
         InputError: ONNX Runtime cannot read the file or does not support one of its operators.
@@ -55,7 +58,7 @@ def open_onnx_session(
         options.enable_mem_pattern = not _has_sizes_of_mask(path)
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
-        providers.insert(0, cuda_provider_config(tf32))
+        providers.insert(0, cuda_provider_config(tf32, cuda_graph))
     try:
         session = _open_session(path, options, providers)
     except Exception as error:  # its error classes share no base but Exception

@@ -141,6 +141,7 @@ def open_runner(
         device,
         details.get("dtype"),
         tf32=details.get("tf32") is True,
+        cuda_graph=details.get("cuda_graph") is True,
     )
     most = find_runtime(artifact.format, details.get("target")).max_concurrent_calls
     runner.workers = min(workers, most or workers)
@@ -155,11 +156,12 @@ def open_folder(
     device: str = "auto",
     dtype: str | None = None,
     tf32: bool = False,
+    cuda_graph: bool = False,
 ) -> Runner:
     """Load a folder that is not an artifact yet, whose format, target and dtype are given; see `open_runner`.
 
     tf32: on CUDA, let float32 matrix multiplications use TF32, as the artifact's setting; never when a graph
-    is compared with its model.
+    is compared with its model. cuda_graph: on CUDA, run graphs of fixed shapes as CUDA graphs.
     """
     try:
         runtime = find_runtime(artifact_format, target)
@@ -168,9 +170,8 @@ def open_folder(
     files = read_model_files(folder)
     kind: Any = runner_class_for(files.config, embeds=(folder / MODULES_FILE).is_file())
     kind = GraphRunner if (folder / SIGNATURE).is_file() else kind
-    backend: Any = runtime.load_backend()(
-        folder, kind.graphs, target, threads, device, dtype, **({"tf32": True} if tf32 else {})
-    )
+    options = {name: True for name, on in (("tf32", tf32), ("cuda_graph", cuda_graph)) if on}
+    backend: Any = runtime.load_backend()(folder, kind.graphs, target, threads, device, dtype, **options)
     if runtime.format == "onnx" and runtime.target != "ort-tensorrt" and kind in _SINGLE_CALL_RUNNERS:
         shape = read_fixed_shape(backend.input_shapes(kind.graphs.main.name))
         pad = files.config.get("pad_token_id") or 0

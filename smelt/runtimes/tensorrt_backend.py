@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class TensorrtEngine:
         if sidecar is not None:
             check_sidecar(path, sidecar, trt.__name__, trt.__version__, gpu := current_gpu())
             if message := other_model_warning(path, sidecar, gpu):
-                warnings.warn(EngineWarning(message), stacklevel=2)
+                warnings.warn(EngineWarning(message, code="other-gpu-model"), stacklevel=2)
         if sidecar is not None and sidecar.version_compatible:
             self._runtime.engine_host_code_allowed = True  # such a plan contains its own runtime
         self.engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -155,7 +155,8 @@ class TensorrtEngine:
         self._select_profile(self._profiles[-1])
         stream.synchronize()
         for text in dict.fromkeys(self._logger.warnings):
-            warnings.warn(EngineWarning(f"{path.name}: TensorRT: {text}"), stacklevel=2)
+            message = f"{path.name}: TensorRT: {text}"
+            warnings.warn(EngineWarning(message, code="tensorrt-warning"), stacklevel=2)
 
     def _refit_weights(self, trt: Any, graph: Path) -> None:
         """Set the engine's weights from its graph; it was built without them."""
@@ -206,10 +207,13 @@ class TensorrtEngine:
             return int(shape[axis])
         return self._profiles[-1].limits[name][1][axis]
 
-    def __call__(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, feeds: dict[str, Tensor], buffers: CacheBuffers | None = None) -> dict[str, Tensor]:
         """Run once on the engine's stream; inputs and outputs are CUDA tensors.
 
-        The outputs are new tensors, except for caches of a fixed length, which are changed in place.
+        Args:
+            feeds: the inputs by name; others are ignored.
+            buffers: for the output caches. All other outputs are new tensors, except for caches of a fixed
+                length, which are changed in place.
 
         Raises:
             RunError: an input is missing, a shape is outside of the profile, or the GPU failed.
@@ -238,12 +242,13 @@ class TensorrtEngine:
         self._infer_shapes()
         outputs = {}
         for name in self.outputs:
+            shape, dtype = self._shape_of(name), self.types[name]
             if name in self._written_inputs:
                 outputs[name] = inputs[self._written_inputs[name]]
+            elif buffers is not None and name.startswith(PRESENT_PREFIX):
+                outputs[name] = buffers.next(past_input_name(name), shape, dtype)
             else:
-                outputs[name] = torch.empty(
-                    self._shape_of(name), dtype=self.types[name], device=self._tensor_device(name)
-                )
+                outputs[name] = torch.empty(shape, dtype=dtype, device=self._tensor_device(name))
             self._bind(name, outputs[name], live_tensors)
         with timed_graph(lambda: self._stream):
             is_started = self._context.execute_async_v3(self._stream.cuda_stream)
@@ -317,17 +322,43 @@ _PLACES = 2  # the axis of positions in a cache [R, H, P, d]
 _REBUILD_HINT = "Run the tensorrt stage again to build it."
 
 
+# A full buffer is replaced by one with room for this share of tokens more, one allocation for many steps
+_MORE, _LEAST = 8, 16
+
+
+class CacheBuffers:
+    """Two buffers for each cache, in turns: a run reads one and writes the other.
+
+    A step returns caches that are one token longer. Memory of a new size for each cache and step would be
+    requested from the GPU again and again.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, list[Tensor]] = {}
+
+    def next(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory of the shape [R, H, P, d], other than that of the last call for `name`."""
+        size, tokens = prod(shape), shape[_PLACES]
+        spare, current = self._buffers.get(name, [torch.empty(0), torch.empty(0)])
+        if spare.numel() < size or spare.dtype != dtype:
+            room = max(_LEAST, tokens // _MORE) * (size // max(1, tokens))
+            spare = torch.empty(size + room, dtype=dtype, device=CUDA_DEVICE)
+        self._buffers[name] = [current, spare]
+        return spare[:size].view(shape)
+
+
 @dataclass
 class EngineBatch:
     """At most as many rows of a batch as an engine takes, on the GPU.
 
     caches: input name -> tensor [R, H, P, d], outputs of the previous call. shared: input name -> tensor,
-    the same in all calls, and for all beams of a sentence.
+    the same in all calls, and for all beams of a sentence. buffers: of the caches.
     """
 
     rows: slice
     caches: dict[str, Tensor]
     shared: dict[str, Tensor]
+    buffers: CacheBuffers = field(default_factory=CacheBuffers)
 
 
 @dataclass
@@ -396,6 +427,7 @@ class TensorrtBackend(NoGenerationGraphs):
         self.max_total_tokens = self._cache_length
         if self._past and self._cache_length is None:
             self.max_total_tokens = main.max_dimension(self._past[0], _PLACES) + 1
+        self._has_warned = False
         self._threads = TorchThreads(threads)  # last, so that an engine that does not load changes nothing
 
     def _engine(self, name: str) -> TensorrtEngine:
@@ -425,9 +457,22 @@ class TensorrtBackend(NoGenerationGraphs):
             return TensorrtDecodeState(
                 [
                     self._start_batch(row_slice, feeds or {}, shared or {})
-                    for row_slice in _split_rows(0, rows, self._most_decoder_rows)
+                    for row_slice in self._split_decoder_rows(rows)
                 ]
             )
+
+    def _split_decoder_rows(self, count: int) -> list[slice]:
+        """Return the rows of each run of the decoder; warn once where they are several."""
+        slices = _split_rows(0, count, self._most_decoder_rows)
+        if len(slices) > 1 and not self._has_warned:
+            self._has_warned = True
+            message = (
+                f"{self._folder}: {count} rows (texts x beams), but the decoder's engine takes"
+                f" {self._most_decoder_rows} at once, so that each token takes {len(slices)} runs. Use"
+                " smaller batches, or build it with larger tensorrt: {max_batch_size, num_beams}."
+            )
+            warnings.warn(EngineWarning(message, code="rows-split"), stacklevel=3)
+        return slices
 
     def _start_batch(self, rows: slice, feeds: Feeds, shared: Feeds) -> EngineBatch:
         main = self._engine(self._graphs.main.name)
@@ -472,7 +517,7 @@ class TensorrtBackend(NoGenerationGraphs):
         for state_part in held.parts:
             # engines built before this input existed return the logits of all tokens
             inputs = _to_gpu(feeds, state_part.rows) | {NUM_LOGITS_INPUT: torch.tensor(num_logits)}
-            outputs = engine(inputs | state_part.shared | state_part.caches)
+            outputs = engine(inputs | state_part.shared | state_part.caches, state_part.buffers)
             state_part.caches = {
                 name: outputs[PRESENT_PREFIX + name.removeprefix(PAST_PREFIX)] for name in self._past
             }
@@ -486,6 +531,10 @@ class TensorrtBackend(NoGenerationGraphs):
         with torch.cuda.stream(self._stream):
             indices = torch.from_numpy(np.ascontiguousarray(rows)).to(CUDA_DEVICE)
             old = held.parts
+            slices = self._split_decoder_rows(len(rows))
+            if len(old) == len(slices) == 1:
+                held.parts = [_reorder_batch(old[0], indices, shared)]
+                return
             caches = _reorder_rows([state_part.caches for state_part in old], indices)
             common = _reorder_rows([state_part.shared for state_part in old], indices) if shared else {}
             held.parts = [
@@ -494,7 +543,7 @@ class TensorrtBackend(NoGenerationGraphs):
                     {name: tensor[row_slice] for name, tensor in caches.items()},
                     {name: tensor[row_slice] for name, tensor in common.items()} if shared else old[i].shared,
                 )
-                for i, row_slice in enumerate(_split_rows(0, len(rows), self._most_decoder_rows))
+                for i, row_slice in enumerate(slices)
             ]
 
     def close(self) -> None:
@@ -515,6 +564,16 @@ def _to_gpu(feeds: Feeds, rows: slice, axes: Mapping[str, int | None] = NO_SAMPL
         selected = values if axis is None else values[(slice(None),) * axis + (rows,)]
         tensors[name] = torch.from_numpy(np.ascontiguousarray(selected).reshape(selected.shape))
     return {name: tensor.to(CUDA_DEVICE, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def _reorder_batch(batch: EngineBatch, rows: Tensor, shared: bool) -> EngineBatch:
+    """Return the batch with row rows[i] as row i; its caches are in the other buffers."""
+    caches = {}
+    for name, cache in batch.caches.items():
+        memory = batch.buffers.next(name, (len(rows), *cache.shape[1:]), cache.dtype)
+        caches[name] = torch.index_select(cache, _ROWS, rows, out=memory)
+    common = _reorder_rows([batch.shared], rows) if shared else batch.shared
+    return EngineBatch(slice(0, len(rows)), caches, common, batch.buffers)
 
 
 def _reorder_rows(parts: list[dict[str, Tensor]], rows: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """The plan of what needs a GPU: its order and limits, results at once, going on, and what is recorded."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -99,3 +101,21 @@ def test_script_without_gpu_prints_its_plan():
     command = ["bash", "benchmarks/gpu.sh", "--only", "training"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=True)
     assert "device=cuda" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
+def test_rehearsed_engines_are_built_with_the_rig_of_the_tests(monkeypatch, tmp_path):
+    """Only where TensorRT is missing; the process then finds the rig's package."""
+    from tests.support.processes import tensorrt_rig
+
+    (tmp_path / "tensorrt").mkdir()
+    (tmp_path / "tensorrt" / "__init__.py").write_text("")
+    environment = {"PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": "libraries"}
+    monkeypatch.setattr(tensorrt_rig, "environment", lambda: environment)
+    part = script_part("engines", "", needs=("tensorrt", "json"))
+    assert part.missing == "tensorrt"
+    rehearsed = gpu.on_rig(part)
+    assert rehearsed.missing == ""
+    assert rehearsed.environment["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    other = script_part("other", "", needs=("a_package_that_nobody_has",))
+    assert gpu.on_rig(other) == other

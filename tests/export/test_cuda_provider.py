@@ -5,7 +5,7 @@ The provider runs over stub libraries (tests/support/processes/cuda_rig.py), so 
 
 import pytest
 
-from smelt.export.cuda_kernels import BF16_KERNELS
+from smelt.export.cuda_kernels import BF16_KERNELS, OLDER_KERNELS
 from tests.support.graphs import cuda_graphs, graph_exports
 from tests.support.models import every_family
 from tests.support.pairs import matrix
@@ -32,8 +32,9 @@ EXPECTED_COUNTS = {
 }
 
 
-def test_bf16_table_equals_kernels_of_provider():
-    assert cuda_rig.run_in_rig([{"bf16": True}])[0] == BF16_KERNELS
+def test_tables_equal_kernels_of_provider():
+    expected = {"bf16": BF16_KERNELS, "older": OLDER_KERNELS}
+    assert cuda_rig.run_in_rig([{"kernels": True}])[0] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,13 +35,14 @@ def test_graph_without_dynamic_sizes_scores_as_its_model(kind):
     graph = onnx.load(run / "artifacts" / "onnx" / "model.onnx").graph
     values = [*graph.input, *graph.output, *graph.value_info]
     assert not [v.name for v in values if any(d.dim_param for d in v.type.tensor_type.shape.dim)]
-    size = [3, 3, images.IMAGE_SIZE, images.IMAGE_SIZE] if kind == "vit" else [2, LENGTH]
+    is_image = KINDS[kind][2] == images.TASK
+    size = [3, 3, images.IMAGE_SIZE, images.IMAGE_SIZE] if is_image else [2, LENGTH]
     assert {tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in graph.input} == {tuple(size)}
     assert "Shape" not in {node.op_type for node in graph.node}  # the simplification has used the sizes
     steps = step_scores(run)
     assert steps["onnx"]["details"]["parity"]["model"]["largest"] < 1e-4
     assert bool(steps["onnx"]["latency"]) == (kind == "classifier")
-    if kind in ("classifier", "vit"):  # no text is longer than the graph
+    if is_image or kind == "classifier":  # no text is longer than the graph
         metric = KINDS[kind][3]
         assert steps["onnx"]["quality"][metric]["value"] == steps["model"]["quality"][metric]["value"]
 

@@ -174,6 +174,22 @@ def test_operators_of_a_newer_opset_are_refused_where_an_old_one_was_set():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
+    ("layer", "settings", "expected"),
+    [
+        (nn.ReLU(), {}, 23),
+        (nn.MaxPool2d(2), {}, 20),
+        (nn.InstanceNorm2d(2), {}, 20),
+        (nn.MaxPool2d(2), {"dtype": "bf16"}, 22),
+    ],
+)
+def test_layers_without_newer_cuda_kernels_keep_the_opset_of_the_settings(layer, settings, expected):
+    """In a newer one the CPU would compute them, with copies of their inputs and outputs."""
+    module = nn.Sequential(nn.Linear(2, 2), layer)
+    assert required_opset(OnnxSettings(target="ort-cuda", **settings), module) == expected
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
     ("settings", "codes"),
     [
         ({"opset": 17}, ["opset-too-low"]),

@@ -15,6 +15,19 @@ from smelt.runtimes.torch_backend import TorchBackend
 from tests.support.graphs import graph_exports
 from tests.support.models import causal, tiny
 
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_equal_logits_are_ordered_by_token_as_in_a_stable_sort(dtype):
+    logits = torch.randint(-4, 4, (5, 300), generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, ::3], logits[1, 7] = float("-inf"), float("inf")
+    logits[2, ::2], logits[2, 1::2] = -0.0, 0.0
+    top = top_logits(logits, 40)
+    expected = np.argsort(-logits.double().numpy(), axis=-1, kind="stable")[:, :40]
+    np.testing.assert_array_equal(top.tokens, expected)
+    np.testing.assert_array_equal(top.values, np.take_along_axis(logits.float().numpy(), expected, -1))
+
+
 SETTINGS = [
     {"max_new_tokens": 9},
     {"max_new_tokens": 9, "min_new_tokens": 6},

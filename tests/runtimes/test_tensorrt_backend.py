@@ -1,6 +1,7 @@
 """TensorRT on a stand-in that computes with ONNX Runtime, and on a GPU where there is one."""
 
 import contextlib
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from smelt.core.artifact import Artifact, Manifest
-from smelt.core.errors import InputError, RunError
+from smelt.core.errors import EngineWarning, InputError, RunError
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import load_graph
@@ -163,6 +164,47 @@ def test_inputs_that_all_steps_share_are_bound_once(trt, translator):
     assert names.count("past_key_values.0.encoder.key") == 1
     assert names.count("past_key_values.0.decoder.key") == 3
     assert names.count("present.0.decoder.key") == 3
+
+
+def test_caches_of_steps_take_turns_in_two_buffers(trt, translator):
+    """A step or a reordering reads one and writes the other; both have room for more tokens."""
+    with open_runner(artifact(translator, "tensorrt", "translation"), 1) as runner:
+        state = runner.encode(batch_of(runner, 2))
+        memory, first_keys = [], []
+        for token in (0, 5, 6, 7):
+            runner.decode_step(state, np.full(2, token))
+            [part] = state.backend_state.parts
+            memory.append(part.caches["past_key_values.0.decoder.key"].data_ptr())
+            first_keys.append(part.caches["past_key_values.0.decoder.key"][:, :, 0].clone())
+        runner.reorder_cache(state, np.array([1, 1]))
+        [part] = state.backend_state.parts
+        keys = part.caches["past_key_values.0.decoder.key"]
+    assert memory[0] != memory[1]
+    assert memory == memory[:2] * 2
+    assert keys.data_ptr() == memory[0]
+    assert all(torch.equal(key, first_keys[0]) for key in first_keys)
+    assert torch.equal(keys[:, :, 0], first_keys[0][[1, 1]])
+
+
+def test_memory_that_is_too_small_is_replaced_and_has_room_for_more_tokens(trt):
+    buffers = tensorrt_backend.CacheBuffers()
+    first, second = (buffers.next("past", (2, 3, tokens, 4), torch.float16) for tokens in (1, 2))
+    third = buffers.next("past", (2, 3, 17, 4), torch.float16)  # 1 token, and 16 more
+    assert third.data_ptr() == first.data_ptr() != second.data_ptr()
+    fourth = buffers.next("past", (2, 3, 160, 4), torch.float16)
+    assert (tuple(fourth.shape), fourth.dtype) == ((2, 3, 160, 4), torch.float16)
+    buffers.next("past", (2, 3, 161, 4), torch.float16)
+    assert buffers.next("past", (2, 3, 180, 4), torch.float16).data_ptr() == fourth.data_ptr()
+
+
+def test_more_rows_than_the_engine_takes_are_warned_about_once(trt, translator):
+    generation = GenerationSettings(num_beams=3, max_new_tokens=4)
+    opened = open_runner(artifact(translator, "tensorrt", "translation"), 1)
+    with opened as runner, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            generate(runner, batch_of(runner, 2), generation)
+    assert [item.message.code for item in caught if item.category is EngineWarning] == ["rows-split"]
 
 
 def test_each_engine_selects_its_profile_once_and_sets_shapes_before_running(trt, translator):

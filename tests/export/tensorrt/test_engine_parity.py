@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -37,12 +36,13 @@ def trt(monkeypatch, tmp_path):
         fake_tensorrt.write_plan(module.built.get(path.name, path), list(profiles), plan)
         return BuiltEngine(plan.read_bytes(), [], {}, None)
 
-    stream = SimpleNamespace(cuda_stream=fake_tensorrt.STREAM, synchronize=lambda: None)
+    # a class, as libraries that are imported later annotate with it
+    stream = type("Stream", (), {"cuda_stream": fake_tensorrt.STREAM, "synchronize": lambda self: None})
     for owner, name, value in [
         (stage_module, "import_tensorrt", lambda: module), (stage_module, "build_engine", build),
         (stage_module, "current_gpu", lambda: GPU), (tensorrt_backend, "current_gpu", lambda: GPU),
         (tensorrt_backend, "import_tensorrt", lambda: module), (tensorrt_backend, "CUDA_DEVICE", "cpu"),
-        (torch.cuda, "is_available", lambda: True), (torch.cuda, "Stream", lambda: stream),
+        (torch.cuda, "is_available", lambda: True), (torch.cuda, "Stream", stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
     ]:  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
     "tagger": (taggers.write_model, taggers.write_rows, taggers.TASK, "f1"),
     "masked": (masked.write_model, masked.write_lines, masked.TASK, "masked_accuracy"),
     "vit": (images.write_model, images.write_rows, images.TASK, "accuracy"),
+    "resnet": (partial(images.write_model, family="resnet"), images.write_rows, images.TASK, "accuracy"),
 }
 RECIPE = """
 model: m
@@ -31,9 +33,11 @@ score: {{latency: {latency}}}
 LATENCY = "{batch_sizes: [3], rounds: 3, min_round_ms: 1, time_limit_minutes: 0.1}"
 
 
-def run_folder(kind: str, settings: str = f"batch_size: 2, sequence_length: {LENGTH}") -> Path:
-    """Return the folder of a run with a fixed export, and the artifact's path."""
-    settings = "batch_size: 3" if kind == "vit" else settings
+def run_folder(kind: str, more: str = "") -> Path:
+    """Return the folder of a run with a fixed export; `more`: its other settings."""
+
+    sizes = "batch_size: 3" if KINDS[kind][2] == images.TASK else f"batch_size: 2, sequence_length: {LENGTH}"
+    settings = ", ".join(filter(None, (sizes, more)))
 
     def make(home: Path) -> None:
         home.mkdir()

@@ -41,8 +41,11 @@ _UNVERSIONED = {
     "libnvonnxparser.so.10": "createNvOnnx",
 }
 # Raised whenever the folder is put together in another way.
-_LAYOUT = 1
+_LAYOUT = 2
 _ROOT = Path(__file__).resolve().parents[3]
+# the newest that is exported
+NEWEST_OPSET = 23
+_NO_END = 2**31 - 1
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
@@ -130,13 +133,16 @@ def _wanted_symbols() -> dict[str, set[str]]:
         for owner in owners:
             if owner.startswith(("libcu", "libnv")):
                 wanted[owner].add(name)
+    for path in _provider_libraries():  # cuDNN's are looked up by name when a kernel needs them
+        names = re.findall(rb"\0(cudnn[A-Z]\w+)(?=\0)", path.read_bytes())
+        wanted["libcudnn.so.9"].update(name.decode() for name in names)
     return wanted
 
 
 def _stub(library: str, name: str) -> str:
-    if "GetStatus" in name:
+    if "GetStatus" in name or name.endswith("String"):
         return f'const char *{name}(int code) {{ return "stub"; }}\n'
-    if library.startswith("libcublas") and "Create" in name:
+    if library.startswith(("libcublas", "libcudnn")) and "Create" in name:
         return f"int {name}(void **handle) {{ *handle = malloc(4096); return 0; }}\n"
     return f"int {name}() {{ return 0; }}\n"
 
@@ -175,6 +181,13 @@ def copied_bytes() -> dict[str, int]:
     return {"to device": counts[3], "to host": counts[5]}
 
 
+def graph_counts() -> dict[str, int]:
+    """Return how many CUDA graphs were captured and launched, in a process on the rig."""
+    counts = (ctypes.c_longlong * 2)()
+    ctypes.CDLL("libcudart.so.13").stub_graphs(counts)
+    return {"captures": counts[0], "launches": counts[1]}
+
+
 def _open(path: Path) -> dict[str, Any]:
     """Return the fields of an OpenedGraph."""
     import onnx
@@ -208,26 +221,44 @@ def _open(path: Path) -> dict[str, Any]:
     return {"error": None, "operators": operators, "host_copies": copies, "on_cpu": on_cpu}
 
 
-def list_bf16_kernels() -> dict[str, int]:
-    """Return the operators with a bfloat16 kernel in the CUDA provider, on the rig.
+def list_kernels() -> dict[str, dict[str, int]]:
+    """Return what the CUDA provider has kernels for, on the rig: `bf16`, and `older` of ONNX's own domain.
 
     Returns:
-        The first opset of the newest kernel's range without a gap, by the operator's name; those of ONNX's
-        own domain and of com.microsoft, which share no name.
+        bf16: operators with a bfloat16 kernel, of ONNX's own domain and of com.microsoft, which share no
+        name; the first opset of the newest kernel's range without a gap. older: operators that have kernels,
+        but not in the newest version up to NEWEST_OPSET; the opset of that version.
     """
+    import onnx
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
     starts: dict[str, dict[int, int]] = defaultdict(dict)
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for kernel in get_all_opkernel_def():
+        if kernel.provider != PROVIDERS[0]:
+            continue
         types = {name for names in kernel.type_constraints.values() for name in names}
-        if (
-            kernel.provider == PROVIDERS[0]
-            and kernel.domain in ("", "com.microsoft")
-            and "tensor(bfloat16)" in types
-        ):
-            first, last = kernel.version_range
+        first, last = kernel.version_range
+        if kernel.domain in ("", "com.microsoft") and "tensor(bfloat16)" in types:
             starts[kernel.op_name][last] = first
-    return {name: _first_without_gap(ranges) for name, ranges in sorted(starts.items())}
+        if kernel.domain == "":
+            ranges[kernel.op_name].append((first, last))
+    names = [name for name in ranges if onnx.defs.has(name, NEWEST_OPSET)]
+    versions = {name: onnx.defs.get_schema(name, NEWEST_OPSET) for name in names}
+    older = {
+        name: schema.since_version
+        for name, schema in versions.items()
+        if not schema.deprecated
+        # a range without an end is of the operator's version at its start
+        and not any(
+            schema.since_version == first or (last < _NO_END and first <= schema.since_version <= last)
+            for first, last in ranges[name]
+        )
+    }
+    return {
+        "bf16": {name: _first_without_gap(ends) for name, ends in sorted(starts.items())},
+        "older": dict(sorted(older.items())),
+    }
 
 
 def _first_without_gap(starts: dict[int, int]) -> int:
@@ -239,15 +270,15 @@ def _first_without_gap(starts: dict[int, int]) -> int:
 
 
 def _main() -> None:
-    if sys.argv[1:] == ["--bf16"]:
+    if sys.argv[1:] == ["--kernels"]:
         done = subprocess.run(
-            [sys.executable, "-m", __spec__.name], input='[{"bf16": true}]', env=environment(), text=True,
+            [sys.executable, "-m", __spec__.name], input='[{"kernels": true}]', env=environment(), text=True,
             stdout=subprocess.PIPE, check=True,
         )  # fmt: skip
         print(json.loads(done.stdout)[0])
         return
     requests = json.load(sys.stdin)
-    answers = [_open(Path(r["onnx"])) if "onnx" in r else list_bf16_kernels() for r in requests]
+    answers = [_open(Path(r["onnx"])) if "onnx" in r else list_kernels() for r in requests]
     print(json.dumps(answers))
 
 

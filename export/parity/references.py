@@ -48,6 +48,7 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
+from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
@@ -434,6 +435,7 @@ def dequantize_graph(model: Any) -> int:
     """
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations
+    block_scales: set[str] = set()  # computed with them
     rescaled = {name for node in model.graph.node if node.op_type == "Mul" for name in node.input}
     multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     num_converted = 0
@@ -441,9 +443,12 @@ def dequantize_graph(model: Any) -> int:
     for node in model.graph.node:
         float_nodes = replace_with_float_nodes(node, graph)
         is_dequantize = node.op_type == "DequantizeLinear" and node.input[0] in codes
-        if is_dequantize or node.op_type == "QuantizeLinear":
+        if is_dequantize or node.op_type in ("QuantizeLinear", DYNAMIC_QUANTIZE):
             float_nodes = [_cache_node(node)]
             codes.add(node.output[0])
+            block_scales.update(node.output[1:])
+        elif node.op_type == "DequantizeLinear" and node.input[0] in block_scales:
+            float_nodes = []  # the values that it scales are floats
         elif node.op_type == "Round" and node.output[0] in rescaled:
             float_nodes = [_cache_node(node)]
         elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
@@ -452,6 +457,7 @@ def dequantize_graph(model: Any) -> int:
             "QuantizeLinear",
             "DequantizeLinear",
             "Round",
+            DYNAMIC_QUANTIZE,
         )
         num_converted += is_dequantize
         nodes += [node] if float_nodes is None else float_nodes
@@ -491,7 +497,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
 def _cache_node(node: Any) -> Any:
     from onnx import helper
 
-    return helper.make_node("Identity", node.input[:1], node.output, node.name)
+    return helper.make_node("Identity", node.input[:1], node.output[:1], node.name)
 
 
 def widen_to_float32(model: Any, rounding: bool = False) -> None:

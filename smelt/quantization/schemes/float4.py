@@ -214,6 +214,21 @@ class Mxfp4(FourBitTable):
     table_name: ClassVar[str] = "BytesOfE2M1"
     scale_dtype: ClassVar[str] = "float8_e8m0fnu"
 
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any]:
+        """Return blocks of weights with float activations, as vLLM computes them on any GPU."""
+        return {
+            "format": "mxfp4-pack-quantized",
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": MX_GROUP_SIZE,
+                "scale_dtype": "torch.uint8",
+                "zp_dtype": "torch.uint8",
+            },
+        }
+
     def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
         """Return the powers of two, 1 for a group of zeros."""
         import torch

@@ -126,8 +126,10 @@ class Nvfp4(Scheme):
     min_opset: ClassVar[Mapping[str, int]] = {"tensorrt": 23}  # FLOAT4E2M1
     exported_as: ClassVar[str] = f"{name} weights (float4)"
     operators: ClassVar[tuple[str, ...]] = ()
-    tolerance: ClassVar[float] = 0.2
-    embedding_tolerance: ClassVar[float] = 0.2
+    # at most 4e-7 was measured in float32 on tiny models of eight families; in float16 and bfloat16, where
+    # other digits decide between two of 16 numbers, 0.05 to 0.26, and 1.1 on a BERT of nearly equal logits
+    tolerance: ClassVar[float] = 0.5
+    embedding_tolerance: ClassVar[float] = 0.3
 
     def group_size(self, width: int, options: SchemeOptions) -> int:
         """Return 16."""

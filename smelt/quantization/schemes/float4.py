@@ -208,6 +208,10 @@ class Mxfp4(FourBitTable):
         ),
         parts.ACCURACY_LEVEL,
     )
+    unsupported_targets: ClassVar[Mapping[str, str]] = {
+        **parts.NBITS_UNSUPPORTED_TARGETS,
+        "tensorrt": "TensorRT 11 reads no powers of two (E8M0) as scales of 4-bit floats, only E4M3 per 16",
+    }
     exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
     magnitudes: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4, 6, 8, 12)  # halves
     units: ClassVar[int] = 2

@@ -17,6 +17,7 @@ from smelt.export.onnx_stage import tolerance_kind
 from smelt.export.parity.references import make_dequantized_copy
 from smelt.export.settings import OnnxSettings
 from smelt.export.simplify_graph import expand_placeholders
+from smelt.quantization.schemes.registry import SCHEMES
 from tests.support import schemes
 from tests.support.expected_errors import raises_code
 from tests.support.graphs import graph_exports, tensorrt_graphs
@@ -105,6 +106,32 @@ def test_four_axes_are_quantized_as_three(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     shape = tuple(x.shape)
     assert tensorrt_rig.build(tmp_path / "model.onnx", {"x": (shape, shape, shape)}).get("bytes")
+
+
+def test_parser_reads_no_powers_of_two_as_scales(tmp_path: Path) -> None:
+    """Why mxfp4 is refused; where this fails, it can be exported with the scales of its format."""
+    tensorrt_rig.rig_environment()
+    helper = onnx.helper
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node(
+            "DequantizeLinear", ["w", "s"], ["f"], axis=0, block_size=32, output_dtype=TensorProto.FLOAT
+        ),
+        helper.make_node("MatMul", ["x", "f"], ["y"]),
+    ]
+    constants = [
+        helper.make_tensor("w", TensorProto.FLOAT4E2M1, [64, 64], bytes(64 * 32), raw=True),
+        helper.make_tensor("s", TensorProto.FLOAT8E8M0, [2, 64], bytes([127] * 128), raw=True),
+    ]
+    graph = helper.make_graph(
+        nodes, "graph", [value("x", TensorProto.FLOAT, [2, 64])], [value("y", TensorProto.FLOAT, [2, 64])],
+        constants,
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 24)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=12), tmp_path / "model.onnx")
+    shape = (2, 64)
+    assert "error" in tensorrt_rig.build(tmp_path / "model.onnx", {"x": (shape, shape, shape)})
+    assert "tensorrt" in SCHEMES["mxfp4"].unsupported_targets
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "ort-cuda", "openvino", "ort-tensorrt"])

@@ -19,6 +19,7 @@ from smelt.runtimes.graph_walk import normalized_domain, opset_versions, subgrap
 # operators with supported inner graphs; those of others (BeamSearch) are not changed
 CONTROL_FLOW_OPS = ("If", "Loop", "Scan")
 _TENSOR = "tensor("
+_FLOAT4_OUTPUTS = ("tensor(float4e2m1)", "tensor(float8e4m3fn)")
 _FLOAT_TENSORS = frozenset({"tensor(float)", "tensor(float16)", "tensor(bfloat16)"})
 
 
@@ -109,8 +110,8 @@ def _op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter
 
     if (domain, name) == (NVIDIA_DOMAIN, DYNAMIC_QUANTIZE):
         floats = _OpParameter(TypeSlot("T", _FLOAT_TENSORS), variadic=False, alike=True)
-        return (floats, floats), tuple(floats._replace(slot=TypeSlot(kind, frozenset({kind})))
-                                       for kind in ("tensor(float4e2m1)", "tensor(float8e4m3fn)"))  # fmt: skip
+        slots = [TypeSlot(kind, frozenset({kind})) for kind in _FLOAT4_OUTPUTS]
+        return (floats, floats), tuple(floats._replace(slot=slot) for slot in slots)
     try:
         schema = defs.get_schema(name, version, domain)
     except defs.SchemaError:

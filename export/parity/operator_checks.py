@@ -340,7 +340,7 @@ def _widen(alone: Any, folder: Path) -> None:
 
 
 def _rename_chain(path: list[Any], first: str, last: str) -> list[Any]:
-    """Return copies of nodes that compute each other's inputs; the first reads `first`, the last is `last`."""
+    """Return copies of nodes that read each other's outputs, from the value `first` to `last`."""
     nodes = []
     renamed = {path[0].input[0]: first}
     for index, node in enumerate(path):

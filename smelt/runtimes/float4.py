@@ -63,9 +63,7 @@ def _quantize_blocks(node: Any) -> list[Any]:
     blocks = made.add("Reshape", x, made.constant([-1, BLOCK_SIZE]))
     amax = made.add("ReduceMax", made.add("Abs", blocks), made.constant([1]), keepdims=1)
     ratio = made.add("Div", made.add("Div", amax, made.constant(E2M1_MAX)), global_scale)
-    stored = made.add(
-        "Cast", made.add("Min", ratio, made.constant(E4M3_MAX)), to=TensorProto.FLOAT8E4M3FN
-    )
+    stored = made.add("Cast", made.add("Min", ratio, made.constant(E4M3_MAX)), to=TensorProto.FLOAT8E4M3FN)
     scale = made.add("Mul", made.add("Cast", stored, to=TensorProto.FLOAT), global_scale)
     zero, one, two, four = (made.constant(float(value)) for value in (0, 1, 2, 4))
     divisor = made.add("Where", made.add("Equal", scale, zero), one, scale)

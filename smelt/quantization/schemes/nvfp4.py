@@ -336,7 +336,8 @@ def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:
 
     (codes, scales, global_scale), result = node.input, node.output[0]
     axis = _WEIGHT_PLACEHOLDERS[node.op_type]
-    names = [f"{codes}.float4", f"{scales}.float8", f"{result}.scales"]  # a layer is found by those of constants
+    # parity checks find a layer by the names of its constants
+    names = [f"{codes}.float4", f"{scales}.float8", f"{result}.scales"]
     shape = list(graph.shapes[scales])
     graph.reinterpret_constant(scales, names[1], TensorProto.FLOAT8E4M3FN, tuple(shape))
     shape[axis] *= BLOCK_SIZE

@@ -74,7 +74,8 @@ def advice(loaded_plan: Plan) -> list[Message]:
      ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, ")),
     ("[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
      ("unsupported-scheme", "stages[1].onnx.target"),
-     ("target: ort-cpu or ort-cuda, or quantize with int8-static or fp8 or nvfp4 or int4 in place of mixed_precision.",
+     ("target: ort-cpu or ort-cuda, or quantize with int8-static or fp8 or nvfp4 or int4 in place of"
+      " mixed_precision.",
       )),
     ("[shortlist: {}, quantize: {scheme: bnb-nf4, output_layer: true}, onnx: {}]",
      ("unsupported-scheme", "stages[2].onnx"),

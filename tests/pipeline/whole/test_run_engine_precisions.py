@@ -1,4 +1,4 @@
-"""Recipes with every form of quantized weights that TensorRT runs, built on a machine that cannot run them."""
+"""Recipes with every form of quantized weights that TensorRT runs, built where no engine can be run."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +35,8 @@ MODELS = {
     "bert": (tiny.write_bert, tiny.write_labeled, "text-classification", "accuracy"),
     "marian": (tiny.write_marian, tiny.write_pairs, "translation", "chrf"),
     "llama": (
-        lambda folder: causal.write_model(folder, "llama"), causal.write_lines, "language-modeling", "perplexity",
+        lambda folder: causal.write_model(folder, "llama"), causal.write_lines, "language-modeling",
+        "perplexity",
     ),
 }  # fmt: skip
 

@@ -119,7 +119,9 @@ def test_graph_has_two_levels_in_its_own_type(dtype, bits, tmp_path):
     model = schemes.export_layers([layer], x, "tensorrt", opset=23)
     if dtype != "fp32":
         convert_to_half(model, "model", dtype)
-    kinds = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    kinds = {
+        tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer
+    }
     quantizers = [node for node in model.graph.node if node.domain == "trt"]
     assert [node.op_type for node in quantizers] == ["TRT_FP4DynamicQuantize"] * (bits == 4)
     dequantizers = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]

@@ -390,6 +390,7 @@ def _round_rotary(
 
 
 _HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_ROUNDING_OPS = ("QuantizeLinear", "DequantizeLinear", "Round", DYNAMIC_QUANTIZE)
 
 
 @contextmanager
@@ -453,12 +454,7 @@ def dequantize_graph(model: Any) -> int:
             float_nodes = [_cache_node(node)]
         elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
             float_nodes = _dequantize_nodes(node)
-        num_converted += float_nodes is not None and node.op_type not in (
-            "QuantizeLinear",
-            "DequantizeLinear",
-            "Round",
-            DYNAMIC_QUANTIZE,
-        )
+        num_converted += float_nodes is not None and node.op_type not in _ROUNDING_OPS
         num_converted += is_dequantize
         nodes += [node] if float_nodes is None else float_nodes
     if num_converted:
@@ -466,9 +462,8 @@ def dequantize_graph(model: Any) -> int:
         model.graph.node.extend(nodes)
     for entry in [entry for entry in model.metadata_props if entry.key == ACTIVATION_BLOCKS]:
         model.metadata_props.remove(entry)  # so that OpenVINO does not round activations
-    value_infos = [
-        value for value in model.graph.value_info if value.name not in codes
-    ]  # others are floats now
+    # others are floats now
+    value_infos = [value for value in model.graph.value_info if value.name not in codes]
     del model.graph.value_info[:]
     model.graph.value_info.extend(value_infos)
     return num_converted
@@ -484,8 +479,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
     from onnx import helper
 
     codes, scales, *zeros = node.input
-    prefix = node.output[0]  # nodes may have no name
-    values = f"{prefix}.float"
+    values = f"{(prefix := node.output[0])}.float"  # nodes may have no name
     nodes = [helper.make_node("Cast", [codes], [values], to=TensorProto.FLOAT)]
     if zeros:
         nodes.append(helper.make_node("Cast", zeros, [f"{prefix}.zero"], to=TensorProto.FLOAT))

@@ -21,7 +21,7 @@ Shapes: N = outputs (rows), K = inputs (columns), g = 16, G = ceil(K / g).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -206,7 +206,7 @@ class Nvfp4(Scheme):
         has_inputs = self.quantizes_activations(options)
         return {"format": "nvfp4-pack-quantized", "weights": args, **(inputs if has_inputs else {})}
 
-    def checkpoint_tensors(self, siblings: list[PackedMatrix]) -> list[dict[str, Tensor]]:
+    def checkpoint_tensors(self, siblings: Sequence[PackedMatrix]) -> list[dict[str, Tensor]]:
         """Return the scales of blocks, and the inverse of one global scale for all `siblings`.
 
         vLLM multiplies queries, keys and values, and other layers of one input, as one matrix with one global
@@ -342,7 +342,7 @@ def _dequantize(graph: QuantizedGraph, node: Any) -> list[Any]:
     graph.reinterpret_constant(scales, names[1], TensorProto.FLOAT8E4M3FN, tuple(shape))
     shape[axis] *= BLOCK_SIZE
     graph.reinterpret_constant(codes, names[0], TensorProto.FLOAT4E2M1, tuple(shape))
-    blocks = {"axis": axis, "block_size": BLOCK_SIZE}
+    blocks: dict[str, Any] = {"axis": axis, "block_size": BLOCK_SIZE}
     return [
         helper.make_node("DequantizeLinear", [names[1], global_scale], [names[2]], f"{names[2]}.dequantize"),
         helper.make_node(
@@ -357,7 +357,7 @@ def _round_activations(graph: QuantizedGraph, node: Any) -> list[Any]:
 
     (x, global_scale), result = node.input, node.output[0]
     codes, block_scales, scales = (f"{result}.{suffix}" for suffix in ("codes", "block_scales", "scales"))
-    blocks = {"axis": -1, "block_size": BLOCK_SIZE}
+    blocks: dict[str, Any] = {"axis": -1, "block_size": BLOCK_SIZE}
     return [
         helper.make_node(
             DYNAMIC_QUANTIZE, [x, global_scale], [codes, block_scales], f"{result}.quantize",

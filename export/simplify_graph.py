@@ -53,8 +53,9 @@ from smelt.quantization.emit import (
     LOAD_TIME_DOMAIN,
     SIGNED_BLOCK_OPS,
 )
-from smelt.quantization.scheme import Expansion, QuantizedGraph
+from smelt.quantization.scheme import NVIDIA_DOMAIN, Expansion, QuantizedGraph
 from smelt.quantization.schemes.registry import placeholder_expansions, replace_with_float_nodes
+from smelt.runtimes.float4 import has_float4
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 
 # a byte of midpoints, two of them for 4 bits
@@ -362,6 +363,9 @@ def _relative_difference(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.abs(a.astype(np.float64) - b).max(initial=0.0)) / scale
 
 
+_FLOAT4_IR_VERSION = 11  # the first one with FLOAT4E2M1
+
+
 def expand_placeholders_in_file(path: Path) -> None:
     """Replace the placeholders of the graph in `path`, in place; external weights are not moved."""
     model = read_graph(path, values=False)
@@ -400,6 +404,10 @@ def expand_placeholders(model: Any) -> int:
     opset_imports = [item for item in model.opset_import if item.domain != LOAD_TIME_DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(opset_imports)
+    if any(node.domain == NVIDIA_DOMAIN for node in nodes):
+        model.opset_import.add(domain=NVIDIA_DOMAIN, version=1)
+    if has_float4(graph):
+        model.ir_version = max(model.ir_version, _FLOAT4_IR_VERSION)
     return num_placeholders
 
 

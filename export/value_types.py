@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from smelt.quantization.scheme import NVIDIA_DOMAIN
+from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.runtimes.graph_walk import normalized_domain, opset_versions, subgraphs
 
 # operators with supported inner graphs; those of others (BeamSearch) are not changed
 CONTROL_FLOW_OPS = ("If", "Loop", "Scan")
 _TENSOR = "tensor("
+_FLOAT4_OUTPUTS = ("tensor(float4e2m1)", "tensor(float8e4m3fn)")
+_FLOAT_TENSORS = frozenset({"tensor(float)", "tensor(float16)", "tensor(bfloat16)"})
 
 
 class TypeSlot(NamedTuple):
@@ -104,6 +108,10 @@ def _op_schema(domain: str, name: str, version: int) -> tuple[tuple[_OpParameter
     """Return the parameters for inputs and outputs of an operator."""
     from onnx import defs
 
+    if (domain, name) == (NVIDIA_DOMAIN, DYNAMIC_QUANTIZE):
+        floats = _OpParameter(TypeSlot("T", _FLOAT_TENSORS), variadic=False, alike=True)
+        slots = [TypeSlot(kind, frozenset({kind})) for kind in _FLOAT4_OUTPUTS]
+        return (floats, floats), tuple(floats._replace(slot=slot) for slot in slots)
     try:
         schema = defs.get_schema(name, version, domain)
     except defs.SchemaError:

@@ -79,7 +79,7 @@ class PlannedLayer:
     @property
     def needs_range(self) -> bool:
         """Whether it needs the range of its activations."""
-        return self.multiplies and SCHEMES[self.scheme].requires_calibration
+        return self.multiplies and SCHEMES[self.scheme].calibrates_activations(self.options)
 
 
 def plan_layers(model: Any, settings: QuantizeSettings) -> list[PlannedLayer]:

@@ -58,6 +58,7 @@ AUTO = "auto"
 _SENSITIVITY_SAMPLES = 8  # where layers are chosen by their sensitivity
 _RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.requires_calibration)
 _FLOAT_RANGE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.has_float_activations)
+_FLOAT_TABLE_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if not scheme.quantizes_tables)
 _SMOOTHQUANT_SCHEMES = ", ".join(name for name, scheme in SCHEMES.items() if scheme.per_tensor_activations)
 CalibrationMethod = Literal["minmax", "percentile", "entropy", "mse"]
 ActOrder = Literal["static", "none"]
@@ -155,7 +156,7 @@ class QuantizeSettings(PartSchemeSettings):
     )
     embeddings: bool | None = Field(
         default=None,
-        description="quantize token embeddings; default: true, with bnb-nf4 and bnb-int8 only if"
+        description=f"quantize token embeddings; default: true, with {_FLOAT_TABLE_SCHEMES} only if"
         " embedding_scheme is set",
     )
     output_layer: bool | None = Field(
@@ -395,7 +396,9 @@ class QuantizeSettings(PartSchemeSettings):
     @property
     def needs_activation_ranges(self) -> bool:
         """Whether a scheme needs the range of activations."""
-        return any(SCHEMES[name].requires_calibration for name in self.used_schemes())
+        return any(
+            SCHEMES[name].calibrates_activations(self.scheme_options(name)) for name in self.used_schemes()
+        )
 
     @property
     def range_method(self) -> CalibrationMethod:

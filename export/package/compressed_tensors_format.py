@@ -1,7 +1,8 @@
 """The format `compressed-tensors`: the layout of llm-compressor, which vLLM, SGLang and TensorRT-LLM read.
 
 Weights in groups are packed into int32 (`pack-quantized`); int8 weights per row are stored as they are, for
-kernels that quantize activations too (`int-quantized`).
+kernels that quantize activations too (`int-quantized`, `float-quantized`), and 4-bit floats with the scales
+of their formats (`nvfp4-pack-quantized`, `mxfp4-pack-quantized`).
 
 Source: https://github.com/vllm-project/compressed-tensors
 """
@@ -27,11 +28,13 @@ _ALL_LINEAR = "Linear"
 
 
 class CompressedTensorsFormat(QuantizedFolderFormat):
-    """Weights of any bits in groups, with or without zero points, and int8 weights per row."""
+    """Weights of any bits in groups, with or without zero points, int8 and fp8 rows, and 4-bit floats."""
 
     name: ClassVar[str] = "compressed-tensors"
     summary: ClassVar[str] = "a quantized language model for vLLM, SGLang, TensorRT-LLM"
-    description: ClassVar[str] = "integers times a scale of a group, or symmetric int8 or fp8 weights per row"
+    description: ClassVar[str] = (
+        "integers times a scale of a group, symmetric int8 or fp8 weights per row, or 4-bit floats in blocks"
+    )
     requirements: ClassVar[str] = _PACKAGE
 
     def has_form(self, args: Mapping[str, Any]) -> bool:
@@ -56,16 +59,35 @@ class CompressedTensorsFormat(QuantizedFolderFormat):
             RunError: its tensors stand for other values.
         """
         require_package(_PACKAGE, _OLDEST, f"the format {self.name}")
+        scales = _checkpoint_scales(matrices)
         tensors = {
             f"{name}.{suffix}": tensor
             for name, matrix in matrices.items()
-            for suffix, tensor in _compress(name, matrix, dtype).items()
+            for suffix, tensor in _compress(name, matrix, scales[name], dtype).items()
         }
         return tensors, _quantization_config(matrices, [*float_layers, head])
 
 
-def _compress(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of the layer `name` by the ends of their names; scales have the `dtype`.
+def _checkpoint_scales(matrices: Mapping[str, QuantizedMatrix]) -> dict[str, dict[str, Tensor]]:
+    """Return the scales of each layer; those of one module (an attention, a feed-forward part) together."""
+    parts: dict[tuple[str, str], list[str]] = {}
+    for name, matrix in matrices.items():
+        parts.setdefault((name.rpartition(".")[0], matrix.scheme.name), []).append(name)
+    return {
+        name: scales
+        for names in parts.values()
+        for name, scales in zip(
+            names,
+            matrices[names[0]].scheme.checkpoint_tensors([matrices[name] for name in names]),
+            strict=True,
+        )
+    }
+
+
+def _compress(
+    name: str, matrix: QuantizedMatrix, scales: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of the layer `name` by the ends of their names; float32 scales get the `dtype`.
 
     Raises:
         RunError: they stand for other values.
@@ -74,12 +96,13 @@ def _compress(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[st
     from compressed_tensors.compressors import BaseCompressor
 
     scheme = _scheme(matrix, [name])
-    weight, grid = matrix.dequantize(), matrix.unpack().qparams
+    weight, block_scales = matrix.dequantize(), scales["weight_scale"]
     # any scale stands for a group of zeros; the library divides by it
-    tensors = {"weight": weight, "weight_scale": grid["scales"].where(grid["scales"] != 0, 1.0)}
+    tensors = {"weight": weight, **scales, "weight_scale": block_scales.where(block_scales != 0, 1.0)}
     if not scheme.weights.symmetric:
         middle = 2 ** (scheme.weights.num_bits - 1)
-        tensors["weight_zero_point"] = (grid["zeros"].to(torch.int16) - middle).to(torch.int8)
+        zeros = matrix.unpack().qparams["zeros"]
+        tensors["weight_zero_point"] = (zeros.to(torch.int16) - middle).to(torch.int8)
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     compressed: dict[str, Tensor] = compressor.compress(tensors, scheme)
     if not torch.equal(compressor.decompress(compressed, scheme)["weight"], weight):
@@ -87,7 +110,8 @@ def _compress(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[st
             f"{name}: {_PACKAGE} changed the quantized weights. Report this with its version.",
             code="parity-failed",
         )
-    compressed["weight_scale"] = compressed["weight_scale"].to(dtype)
+    if compressed["weight_scale"].dtype == torch.float32:  # else the format defines its type
+        compressed["weight_scale"] = compressed["weight_scale"].to(dtype)
     return {suffix: tensor.contiguous() for suffix, tensor in compressed.items()}
 
 

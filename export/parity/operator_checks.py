@@ -36,11 +36,12 @@ from smelt.generation.generating_runners import position_ids
 from smelt.quantization.groupwise import MATMUL_NBITS
 from smelt.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
+from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.quantization.schemes.registry import owner_of_operator
 from smelt.runtimes.fixed_caches import cache_feeds, fixed_cache_length
 from smelt.runtimes.fixed_shapes import FixedShape, fixed_feeds, read_fixed_shape
 
-QDQ_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_ACTIVATION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear", DYNAMIC_QUANTIZE})
 _WITHOUT_BIAS = frozenset({"MatMul", "MatMulBnb4"})
 _NBITS_BIAS = 5  # the input of MatMulNBits
 _TEST_ROWS = 8
@@ -156,13 +157,20 @@ def _test_inputs(operators: Iterable[_QuantizedNode]) -> dict[tuple[int, float, 
 
 def _activation_path(model: Any, node: Any) -> list[Any]:
     """Return the nodes that convert float32 activations to the inputs of `node`, in order."""
-    producers = {other.output[0]: other for other in model.graph.node if other.op_type in QDQ_OPS}
-    path_nodes: list[Any] = []
-    name = node.input[0]
-    while name in producers:
-        path_nodes.insert(0, producers[name])
-        name = producers[name].input[0]
-    return path_nodes
+    producers = {
+        name: index
+        for index, other in enumerate(model.graph.node)
+        if other.op_type in _ACTIVATION_OPS
+        for name in other.output
+    }
+    indices: set[int] = set()
+    todo = [node.input[0]]
+    while todo:
+        index = producers.get(todo.pop())
+        if index is not None and index not in indices:
+            indices.add(index)
+            todo += model.graph.node[index].input
+    return [model.graph.node[index] for index in sorted(indices)]
 
 
 def _match_layer(graph: str, model: Any, module: nn.Module, node: Any) -> _QuantizedNode:
@@ -333,14 +341,18 @@ def _widen(alone: Any, folder: Path) -> None:
 
 
 def _rename_chain(path: list[Any], first: str, last: str) -> list[Any]:
-    """Return copies of consecutive nodes; the first one reads `first`, the last one outputs `last`."""
+    """Return copies of nodes that read each other's outputs, from the value `first` to `last`."""
     nodes = []
+    renamed = {path[0].input[0]: first}
     for index, node in enumerate(path):
         copy = type(node)()
         copy.CopyFrom(node)
         copy.name = f"{node.name}.{last}"  # several operators may share a quantizing node
-        copy.input[0] = first
-        first = copy.output[0] = last if index == len(path) - 1 else f"{last}.{index}"
+        for position, name in enumerate(node.input):
+            copy.input[position] = renamed.get(name, name)
+        for position, name in enumerate(node.output):
+            is_last = index == len(path) - 1
+            copy.output[position] = renamed[name] = last if is_last else f"{last}.{index}.{position}"
         nodes.append(copy)
     return nodes
 

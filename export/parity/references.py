@@ -48,6 +48,7 @@ from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
+from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
@@ -389,6 +390,7 @@ def _round_rotary(
 
 
 _HALF_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_ROUNDING_OPS = ("QuantizeLinear", "DequantizeLinear", "Round", DYNAMIC_QUANTIZE)
 
 
 @contextmanager
@@ -434,6 +436,7 @@ def dequantize_graph(model: Any) -> int:
     """
     nodes: list[Any] = []
     codes: set[str] = set()  # of activations
+    block_scales: set[str] = set()  # computed with them
     rescaled = {name for node in model.graph.node if node.op_type == "Mul" for name in node.input}
     multiplied = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
     num_converted = 0
@@ -441,18 +444,17 @@ def dequantize_graph(model: Any) -> int:
     for node in model.graph.node:
         float_nodes = replace_with_float_nodes(node, graph)
         is_dequantize = node.op_type == "DequantizeLinear" and node.input[0] in codes
-        if is_dequantize or node.op_type == "QuantizeLinear":
+        if is_dequantize or node.op_type in ("QuantizeLinear", DYNAMIC_QUANTIZE):
             float_nodes = [_cache_node(node)]
             codes.add(node.output[0])
+            block_scales.update(node.output[1:])
+        elif node.op_type == "DequantizeLinear" and node.input[0] in block_scales:
+            float_nodes = []  # the values that it scales are floats
         elif node.op_type == "Round" and node.output[0] in rescaled:
             float_nodes = [_cache_node(node)]
         elif node.op_type == "DequantizeLinear" and node.output[0] in multiplied and not _is_blockwise(node):
             float_nodes = _dequantize_nodes(node)
-        num_converted += float_nodes is not None and node.op_type not in (
-            "QuantizeLinear",
-            "DequantizeLinear",
-            "Round",
-        )
+        num_converted += float_nodes is not None and node.op_type not in _ROUNDING_OPS
         num_converted += is_dequantize
         nodes += [node] if float_nodes is None else float_nodes
     if num_converted:
@@ -460,9 +462,8 @@ def dequantize_graph(model: Any) -> int:
         model.graph.node.extend(nodes)
     for entry in [entry for entry in model.metadata_props if entry.key == ACTIVATION_BLOCKS]:
         model.metadata_props.remove(entry)  # so that OpenVINO does not round activations
-    value_infos = [
-        value for value in model.graph.value_info if value.name not in codes
-    ]  # others are floats now
+    # others are floats now
+    value_infos = [value for value in model.graph.value_info if value.name not in codes]
     del model.graph.value_info[:]
     model.graph.value_info.extend(value_infos)
     return num_converted
@@ -478,8 +479,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
     from onnx import helper
 
     codes, scales, *zeros = node.input
-    prefix = node.output[0]  # nodes may have no name
-    values = f"{prefix}.float"
+    values = f"{(prefix := node.output[0])}.float"  # nodes may have no name
     nodes = [helper.make_node("Cast", [codes], [values], to=TensorProto.FLOAT)]
     if zeros:
         nodes.append(helper.make_node("Cast", zeros, [f"{prefix}.zero"], to=TensorProto.FLOAT))
@@ -491,7 +491,7 @@ def _dequantize_nodes(node: Any) -> list[Any]:
 def _cache_node(node: Any) -> Any:
     from onnx import helper
 
-    return helper.make_node("Identity", node.input[:1], node.output, node.name)
+    return helper.make_node("Identity", node.input[:1], node.output[:1], node.name)
 
 
 def widen_to_float32(model: Any, rounding: bool = False) -> None:

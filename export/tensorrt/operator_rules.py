@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 from smelt.export.tensorrt import value_rules
 from smelt.export.tensorrt import value_rules as type_rules
 from smelt.export.tensorrt.value_rules import (
-    NVIDIA_DOMAIN,
     NVIDIA_OPS,
     QDQ_OPS,
     TENSORRT_REEXPORT_HINT,
@@ -29,6 +28,7 @@ from smelt.export.tensorrt.value_rules import (
     node_location,
     type_name,
 )
+from smelt.quantization.scheme import NVIDIA_DOMAIN
 from smelt.runtimes.graph_walk import normalized_domain
 from smelt.runtimes.onnx_import.validate_graph import ONNX_DOMAINS
 

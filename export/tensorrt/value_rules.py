@@ -14,12 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 from smelt.core.errors import RunError
 from smelt.core.messages import Message
+from smelt.quantization.scheme import NVIDIA_DOMAIN
 from smelt.runtimes.graph_walk import normalized_domain
 
 QDQ_OPS = ("QuantizeLinear", "DequantizeLinear")
-# the domain in which NVIDIA's Model Optimizer writes quantization, and the operators that TensorRT's parser
-# knows by these names; the first two as in ONNX
-NVIDIA_DOMAIN = "trt"
+# the operators that TensorRT's parser knows in `NVIDIA_DOMAIN`; the first two as in ONNX
 NVIDIA_OPS = frozenset({
     *QDQ_OPS, "TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear", "TRT_INT4QuantizeLinear",
     "TRT_INT4DequantizeLinear", "TRT_MXFP8QuantizeLinear", "TRT_MXFP8DequantizeLinear",

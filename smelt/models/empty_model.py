@@ -300,7 +300,9 @@ def cast_to_stored(
         rounded[name] = tensor.to(types.get(name, tensor.dtype))
         if rounded[name] is tensor:  # its type was not changed
             continue
-        if not bool(torch.isfinite(rounded[name]).all()) and bool(torch.isfinite(tensor).all()):
+        # torch 2.13 has no isfinite for float8
+        is_finite = torch.isfinite(rounded[name].to(tensor.dtype)).all()
+        if not bool(is_finite) and bool(torch.isfinite(tensor).all()):
             overflows.append(f"{name} (up to {float(tensor.abs().max()):,.6g})")
             rounded[name] = tensor
     if not overflows:

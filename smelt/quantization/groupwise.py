@@ -53,7 +53,11 @@ ACCURACY_LEVEL = SchemeOption(
     expected="0 (float32) or 4 (int8 blocks)",
 )
 ACTIVATION_BITS = SchemeOption(
-    "activation_bits", 8, (8, 4), "of the blocks of accuracy_level 4; 4: simulated in float32, slower"
+    "activation_bits",
+    8,
+    (8, 4),
+    "of blocks of activations, integers with accuracy_level 4: 4: simulated in float32, slower; of 4-bit"
+    " floats: 16: weights alone are quantized",
 )
 
 

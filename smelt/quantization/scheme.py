@@ -42,6 +42,8 @@ CONV_UNSUPPORTED_TARGETS = {
 }
 # The first opset with Attention, RotaryEmbedding and RMSNormalization, and targets with kernels of them
 FUSED_OPSET, FUSED_TARGETS = 23, ("ort-cuda", "tensorrt")
+# The domain in which NVIDIA's Model Optimizer writes quantization, and TensorRT reads it.
+NVIDIA_DOMAIN = "trt"
 # Targets that run the graphs of another one; its unsupported schemes are also theirs.
 GRAPH_TARGETS = {"ort-tensorrt": "tensorrt"}
 
@@ -283,9 +285,21 @@ class Scheme(Protocol):
         """
         return None
 
+    def checkpoint_tensors(self, siblings: Sequence[PackedMatrix]) -> list[dict[str, Tensor]]:
+        """Return the scales of matrices in such a checkpoint, by compressed-tensors' names.
+
+        Args:
+            siblings: the matrices of one part of a model, which servers may multiply as one.
+        """
+        return [{"weight_scale": self.unpack(matrix).qparams["scales"]} for matrix in siblings]
+
     def storage_warnings(self, matrices: Sequence[PackedMatrix]) -> list[Message]:
         """Return warnings about the stored sizes of a model's matrices of this scheme."""
         return []
+
+    def calibrates_activations(self, options: SchemeOptions) -> bool:
+        """Return whether a layer with these options needs the range of its activations."""
+        return self.requires_calibration
 
     def activation_tensors(self, low: float, high: float, options: SchemeOptions) -> dict[str, Tensor]:
         """Return the calibrated tensors of `stored_tensors`, for activations from `low` to `high`."""

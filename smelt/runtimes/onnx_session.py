@@ -16,6 +16,7 @@ import onnxruntime
 
 from smelt.core.errors import InputError, MissingDependencyError
 from smelt.runtimes.device import NO_ORT_CUDA, gpu_index
+from smelt.runtimes.float4 import has_float4, replace_float4
 from smelt.runtimes.graph_walk import separate_int8_readers
 
 REEXPORT_HINT = "Run the onnx stage again to export it."
@@ -94,6 +95,11 @@ def _open_session(path: Path, options: Any, providers: list[Any]) -> Any:
         import onnx
 
         model = onnx.load(path, load_external_data=False)
+        if has_float4(model.graph):
+            model = onnx.load(path)
+            replace_float4(model)
+            options.add_session_config_entry(*SEPARATE_QDQ_OPTION)
+            return onnxruntime.InferenceSession(model.SerializeToString(), options, **more)
         if has_float8(model.graph):
             # ONNX Runtime 1.31 fuses two DequantizeLinear and a MatMul into an operator without float8
             options.add_session_config_entry(*SEPARATE_QDQ_OPTION)

@@ -37,7 +37,7 @@ def test_schemes_of_matmul_nbits_and_matmul_bnb4_run_on_cuda():
     assert supported_dtypes([SCHEMES["int4"]], "ort-cuda") == ["fp32", "fp16"]
     assert supported_dtypes([SCHEMES["mxfp4"]], "ort-cuda") == ["fp32"]  # float16 lacks the least scales
     unsupported = {name for name in SCHEMES if name not in SUPPORTED}
-    assert unsupported == {"int8-dynamic", "int8-static", "fp8", "bnb-int8", "additive"}
+    assert unsupported == {"int8-dynamic", "int8-static", "fp8", "nvfp4", "bnb-int8", "additive"}
 
 
 @pytest.mark.parametrize(

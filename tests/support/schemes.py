@@ -30,7 +30,8 @@ def small_settings(name: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"scheme": name}
     for option in scheme.option_specs:
         if option.name == "group_size":
-            settings["group_size"] = min(size for size in option.allowed if int(size) >= 32)
+            sizes = [size for size in option.allowed if isinstance(size, int)]
+            settings["group_size"] = min((size for size in sizes if size >= 32), default=sizes[0])
     if scheme.requires_calibration:
         settings |= {"calibration_samples": 8, "sensitivity_samples": 1}
     return settings

@@ -175,6 +175,7 @@ class Pow2(FourBitTable):
 
 
 MX_GROUP_SIZE = 32
+E2M1_MAX = 6.0
 _MAX_EXPONENT = 2  # of E2M1: 6 = 1.5 * 2^2
 # E8M0: 2^-127 to 2^127; float32 holds 2^-127 and its half without a full mantissa, which a power needs not.
 _MIN_SCALE, _MAX_SCALE = 2.0**-127, 2.0**127
@@ -207,11 +208,30 @@ class Mxfp4(FourBitTable):
         ),
         parts.ACCURACY_LEVEL,
     )
+    unsupported_targets: ClassVar[Mapping[str, str]] = {
+        **parts.NBITS_UNSUPPORTED_TARGETS,
+        "tensorrt": "TensorRT 11 reads no powers of two (E8M0) as scales of 4-bit floats, only E4M3 per 16",
+    }
     exported_as: ClassVar[str] = f"{name} weights (MatMulNBits)"
     magnitudes: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4, 6, 8, 12)  # halves
     units: ClassVar[int] = 2
     table_name: ClassVar[str] = "BytesOfE2M1"
     scale_dtype: ClassVar[str] = "float8_e8m0fnu"
+
+    def checkpoint_args(self, options: SchemeOptions) -> Mapping[str, Any]:
+        """Return blocks of weights with float activations, as vLLM computes them on any GPU."""
+        return {
+            "format": "mxfp4-pack-quantized",
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": MX_GROUP_SIZE,
+                "scale_dtype": "torch.uint8",
+                "zp_dtype": "torch.uint8",
+            },
+        }
 
     def compute_qparams(self, groups: Tensor, width: int, options: SchemeOptions) -> QuantParams:
         """Return the powers of two, 1 for a group of zeros."""
@@ -225,11 +245,24 @@ class Mxfp4(FourBitTable):
 
     def quantize(self, groups: Tensor, grid: QuantParams, options: SchemeOptions) -> Tensor:
         """Return codes, uint8: the nearest magnitude, ties to the even code, and 8 more if negative."""
-        import torch
+        return e2m1_codes(groups / grid["scales"][..., None])
 
-        ratios = groups / grid["scales"][..., None]
-        magnitudes = torch.bucketize(ratios.abs(), _e2m1_borders().to(groups.device), out_int32=True)
-        return (magnitudes + _SIGN * ((ratios < 0) & (magnitudes > 0))).byte()
+
+def e2m1_codes(ratios: Tensor) -> Tensor:
+    """Return the codes of the E2M1 numbers nearest to `ratios`, uint8, ties to the even code; 0 for zeros."""
+    import torch
+
+    magnitudes = torch.bucketize(ratios.abs(), _e2m1_borders().to(ratios.device), out_int32=True)
+    return (magnitudes + _SIGN * ((ratios < 0) & (magnitudes > 0))).byte()
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """Return the E2M1 numbers of uint8 `codes`, float32."""
+    import torch
+
+    table = torch.from_numpy(Mxfp4().code_values()).float().to(codes.device) / Mxfp4.units
+    values: Tensor = table[codes.int()]
+    return values
 
 
 def _e2m1_borders() -> Tensor:

@@ -23,6 +23,7 @@ from smelt.quantization.schemes.fp8 import Fp8
 from smelt.quantization.schemes.int8 import Int8Dynamic
 from smelt.quantization.schemes.int8_static import Int8Static
 from smelt.quantization.schemes.kmeans4 import Kmeans4
+from smelt.quantization.schemes.nvfp4 import Nvfp4
 from smelt.quantization.schemes.ternary import Binary, Ternary
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _ALL_SCHEMES: tuple[Scheme, ...] = (
     Int8Static(),
     Int8Groupwise(),
     Fp8(),
+    Nvfp4(),
     Int4(),
     Int3(),
     Int2(),

@@ -28,6 +28,7 @@ CODES = {
     "one scale": {"scheme": "int8-dynamic", "granularity": "tensor"},
     "int8-static": {"scheme": "int8-static", "calibration_samples": 4, "sensitivity_samples": 0},
     "fp8": {"scheme": "fp8", "calibration_samples": 4, "sensitivity_samples": 0},
+    "nvfp4": {"scheme": "nvfp4", "calibration_samples": 4, "sensitivity_samples": 0},
     "int8-groupwise": {"scheme": "int8-groupwise", "symmetric": False, **GROUPED},
     "int4": {"scheme": "int4", **GROUPED},
     "int4, zero points": {"scheme": "int4", "symmetric": False, **GROUPED},

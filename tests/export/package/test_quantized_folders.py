@@ -24,7 +24,7 @@ from smelt.models.edits import read_edits, write_edits
 from smelt.models.import_model import import_model
 from smelt.quantization.layers import QuantizedLinear
 from smelt.quantization.schemes.registry import SCHEMES, default_options
-from tests.support import harness
+from tests.support import harness, schemes
 from tests.support.expected_errors import raises_code
 from tests.support.models import causal, every_family, tiny
 from tests.support.processes import peer_tools
@@ -148,6 +148,61 @@ def test_fp8_rows_are_read_as_e4m3(tmp_path):
     assert args["format"] == "float-quantized"
 
 
+@pytest.mark.filterwarnings(IGNORED_CONFIG)
+@pytest.mark.parametrize(("options", "layout"), [
+    ({"scheme": "nvfp4"}, "nvfp4-pack-quantized"),
+    ({"scheme": "nvfp4", "activation_bits": 16}, "nvfp4-pack-quantized"),
+    ({"scheme": "mxfp4", "embeddings": False, "output_layer": False}, "mxfp4-pack-quantized"),
+])  # fmt: skip
+def test_4_bit_floats_are_read_with_equal_weights(options, layout, tmp_path):
+    model = every_family.model_with_layers("llama", 1)
+    source = every_family.run_stage(
+        Quantize(), QuantizeSettings(**options), model, "llama", tmp_path / "source"
+    ).out
+    folder = package("compressed-tensors", source, tmp_path / "out")
+    has_inputs = options == {"scheme": "nvfp4"}
+    model = read_by_transformers(folder, dequantize=not has_inputs)
+    if has_inputs:
+        harness.logits(model.bfloat16())  # the library unpacks weights at the first call, in this type
+        layer = model.model.layers[0].mlp.up_proj
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        own = load_model(source)[0].model.layers[0].mlp.up_proj
+        expected, floats = own(x.float()), x.float() @ own.matrix.dequantize().t()
+        # the library's bfloat16 against float32; 4-bit activations differ by 0.34 from float ones
+        assert (layer(x).float() - expected).abs().max() < 0.02 * expected.std()
+        assert (floats - expected).abs().max() > 0.2 * expected.std()
+    for name, weight in smelt_weights(source).items():
+        assert torch.equal(model.get_submodule(name).weight, weight), name
+    prefix = "model.layers.0.self_attn"
+    stored = load_file(folder / "model.safetensors")
+    assert stored[f"{prefix}.q_proj.weight_packed"].shape == (64, 32)
+    args = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert args["format"] == layout
+    assert (args["input_activations"] is not None) == has_inputs
+    assert (f"{prefix}.q_proj.input_global_scale" in stored) == has_inputs
+    if layout == "nvfp4-pack-quantized":  # servers multiply the three as one matrix
+        suffixes = ["weight_global_scale", *["input_global_scale"] * has_inputs]
+        for suffix in suffixes:
+            assert len({float(stored[f"{prefix}.{part}_proj.{suffix}"]) for part in "qkv"}) == 1
+
+
+def test_layers_of_one_part_share_a_global_scale_with_the_same_values(tmp_path):
+    weights = [torch.randn(8, 64) * size for size in (1.0, 0.1, 1e-3)]
+    matrices = {f"part.{name}": schemes.rounded_matrix("nvfp4", weight, activation_bits=16)
+                for name, weight in zip("qkv", weights, strict=True)}  # fmt: skip
+    matrices["part.wide"] = schemes.rounded_matrix(
+        "nvfp4", torch.cat([weights[0], 1e-5 * weights[0]]), activation_bits=16
+    )
+    assert len({float(matrix.tensor("global_scale")) for matrix in matrices.values()}) > 2
+    pytest.importorskip("compressed_tensors")
+    tensors, _ = CompressedTensorsFormat().convert(matrices, [], "head", torch.float32)
+    scales = {name: float(tensors[f"{name}.weight_global_scale"]) for name in matrices}
+    assert len(set(scales.values())) == 1
+    for name, matrix in matrices.items():
+        block_scales = tensors[f"{name}.weight_scale"].float() / scales[name]
+        assert block_scales.equal(matrix.unpack().qparams["scales"])
+
+
 def test_different_layers_are_groups_of_their_own(tmp_path):
     """vLLM and transformers look a layer's bits up by its name."""
     mixed = MixedPrecision(target_bits=6, bit_widths=[4, 8])
@@ -238,7 +293,7 @@ def test_scheme_is_packed_or_refused_by_name(name, tmp_path):
     write_edits(tmp_path / "source", [
         {"op": "quantize", "module": "model.layers.0.mlp.up_proj", "scheme": name, **options}
     ])  # fmt: skip
-    has_form = name.startswith("int") or name == "fp8"
+    has_form = name.startswith("int") or name in ("fp8", "nvfp4", "mxfp4")
     refusals = {form: refusal(form, tmp_path / "source") for form in FORMATS}
     codes = {form: why and why.code for form, why in refusals.items()}
     expected = "unsupported-scheme"

@@ -99,11 +99,13 @@ def test_engine_stores_weights_in_4_bits(half: bool, size: int, tmp_path: Path) 
     ("int8-static", {"activations_symmetric": True}, {"dtype": "bf16"}, "unsupported-dtype",
      [" bf16 ", " int8-static ", " fp32 or fp16;"]),
     ("int8-static", {}, {}, "unsupported-scheme-options", ["`activations_symmetric: true`"]),
-    ("int3", {}, {}, "unsupported-scheme", [" int3: ", " int8-static or fp8 or int4."]),
-    ("int2", {}, {}, "unsupported-scheme", [" int2: ", "target: ort-cpu", " int8-static or fp8 or int4."]),
-    ("ternary", {}, {}, "unsupported-scheme", [" ternary: ", " int8-static or fp8 or int4."]),
-    ("binary", {}, {}, "unsupported-scheme", [" binary: ", " int8-static or fp8 or int4."]),
-    ("int8-groupwise", {}, {}, "unsupported-scheme", [" int8-groupwise: ", " int8-static or fp8 or int4."]),
+    ("int3", {}, {}, "unsupported-scheme", [" int3: ", " int8-static or fp8 or nvfp4 or int4."]),
+    ("int2", {}, {}, "unsupported-scheme",
+     [" int2: ", "target: ort-cpu", " int8-static or fp8 or nvfp4 or int4."]),
+    ("ternary", {}, {}, "unsupported-scheme", [" ternary: ", " int8-static or fp8 or nvfp4 or int4."]),
+    ("binary", {}, {}, "unsupported-scheme", [" binary: ", " int8-static or fp8 or nvfp4 or int4."]),
+    ("int8-groupwise", {}, {}, "unsupported-scheme",
+     [" int8-groupwise: ", " int8-static or fp8 or nvfp4 or int4."]),
 ])  # fmt: skip
 def test_unsupported_options_error_lists_supported_ones(
     scheme: str, options: dict[str, Any], settings: dict[str, Any], code: str, values: list[str]

@@ -51,7 +51,7 @@ def advice(loaded_plan: Plan) -> list[Message]:
      ("int4", "`from: model`", "target: ort-cpu or ort-cuda or tensorrt or openvino, ", "with int8-static.")),
     ("[quantize: {scheme: int2}, onnx: {target: tensorrt}]", ("unsupported-scheme", "stages[1].onnx.target"),
      ("int2", "'quantize'", "`from: model`", "target: ort-cpu or ort-cuda, ",
-      "with int8-static or fp8 or int4.")),
+      "with int8-static or fp8 or nvfp4 or int4.")),
     ("[quantize: {scheme: binary}, distill: {}, onnx: {target: ort-cuda}]",
      ("unsupported-scheme", "stages[2].onnx.target"),
      ("int8", "'quantize'", "`from: model`", "target: ort-cpu, ", "binary or bnb-nf4")),
@@ -74,7 +74,8 @@ def advice(loaded_plan: Plan) -> list[Message]:
      ("`mixed_precision: {bit_widths: [4, 8]}`", "between 4.25 and 8.25, ")),
     ("[quantize: {mixed_precision: {target_bits: 4.5}}, onnx: {target: tensorrt}]",
      ("unsupported-scheme", "stages[1].onnx.target"),
-     ("target: ort-cpu or ort-cuda, or quantize with int8-static or fp8 or int4 in place of mixed_precision.",
+     ("target: ort-cpu or ort-cuda, or quantize with int8-static or fp8 or nvfp4 or int4 in place of"
+      " mixed_precision.",
       )),
     ("[shortlist: {}, quantize: {scheme: bnb-nf4, output_layer: true}, onnx: {}]",
      ("unsupported-scheme", "stages[2].onnx"),

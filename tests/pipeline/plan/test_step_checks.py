@@ -51,7 +51,7 @@ def test_invalid_setting_causes_no_further_errors(folder: Path) -> None:
     ("[quantize, quantize]", ("already-quantized", "stages[1].quantize", 4),
      ("'quantize'", "int8-dynamic", "`from: model`")),
     ("[quantize, {onnx: {target: tensorrt}}]", ("unsupported-scheme", "stages[1].onnx.target", 4),
-     ("'quantize'", "`from: model`", "target: ort-cpu, ", "int8-static or fp8 or int4.")),
+     ("'quantize'", "`from: model`", "target: ort-cpu, ", "int8-static or fp8 or nvfp4 or int4.")),
     ("[onnx, tensorrt]", ("wrong-target", "stages[1].tensorrt", 4),
      ("'onnx'", "ort-cpu", "`- onnx: {target: tensorrt}`")),
     ("[prune, {onnx: {}, from: prnue}]", ("unknown-step", "stages[1].from", 4),

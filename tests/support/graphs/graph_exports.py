@@ -59,6 +59,8 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "fp32": None, "int8": {}, "static": {"scheme": "int8-static"},
     "symmetric static": {"scheme": "int8-static", "activations_symmetric": True},
     "fp8": {"scheme": "fp8"},
+    "nvfp4": {"scheme": "nvfp4"},
+    "nvfp4 weights": {"scheme": "nvfp4", "activation_bits": 16, "embeddings": True, "output_layer": True},
     "groupwise": {"scheme": "int8-groupwise", "group_size": 32},
     "int4": {"scheme": "int4", "group_size": 16, "symmetric": False},
     # as TensorRT takes it

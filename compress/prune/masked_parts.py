@@ -277,6 +277,7 @@ class HiddenWidthMask:
             m.register_forward_hook(partial(self._mask_output, False)) for m in self._sinusoidal_tables()
         ]
         handles += [m.register_forward_pre_hook(self._mask_input) for m in self._tied_outputs()]
+        handles += [m.register_forward_pre_hook(self._mask_input) for m in self._distance_norms()]
         for norm in hidden_norms(model):
             handles += [
                 norm.register_forward_pre_hook(self._select_open),
@@ -364,6 +365,11 @@ class HiddenWidthMask:
                 names.append(_owner_module([name for name, _ in stack.stream.other_tensors]))
         modules = dict.fromkeys(self.model.get_submodule(name) for name in names)
         return [module for module in modules if module not in sines]
+
+    def _distance_norms(self) -> Iterable[nn.Module]:
+        """Return the norms of embeddings of distances, whose tables are read without a module's call."""
+        names = [s.stream.distance_norm for s in self._stacks() if s.stream.distance_norm]
+        return [self.model.get_submodule(name) for name in names]
 
     def _sinusoidal_tables(self) -> Iterable[nn.Module]:
         family: Any = family_of(self.model)

@@ -292,13 +292,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 class AttentionModule:
     """An attention module of a model.
 
-    parts: the names that its parts have in the model. window: see `Family.window`.
+    parts: the names that its parts have in the model. window: see `Family.window`. distance_rows: see
+    `Family.distance_rows`.
     """
 
     module: Any
     parts: Attention
     family: Family
     window: int | None = None
+    distance_rows: Tensor | None = None
 
     def projection(self, name: str) -> Any:
         """Return the projection `name` of the model; None if the module itself does not compute it."""
@@ -313,7 +315,8 @@ class AttentionModule:
     def heads(self) -> AttentionHeads:
         """The current heads of the module."""
         parts, width = self.parts, int(getattr(self.module, self.parts.head_dim_attribute))
-        scale = width**-0.5 if parts.scale_attribute == "width" else 1.0
+        terms = 3 if parts.relative_bias == "projected" else 1
+        scale = (terms * width) ** -0.5 if parts.scale_attribute == "width" else 1.0
         if parts.scale_attribute not in (None, "width"):
             scale = float(getattr(self.module, str(parts.scale_attribute)))
         if parts.heads_attribute is not None:
@@ -377,8 +380,9 @@ def attention_modules(
             f"{type(model).__name__}: the onnx stage cannot export its attention modules.",
             code="unsupported-family",
         )
+    rows = family.distance_rows(model.config.to_dict()) if family.distance_rows else None
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family, block.window)
+        AttentionModule(model.get_submodule(parts.name), parts, family, block.window, rows)
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions
@@ -468,6 +472,45 @@ def _attend_by_distance(
     return _self_attention(attention, scope, packed, position_bias), position_bias, None
 
 
+def _attend_with_projected_bias(
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    *unused: Any, rel_embeddings: Tensor, **also_unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replace the forward of an attention module that projects embeddings of distances [rows, D].
+
+    The scores of query i and key j have two more products (He et al. 2021, arXiv:2006.03654, equation 4):
+    of query i and key j with the key and the query of their distance i - j. The projections are of constants,
+    so runtimes compute them once.
+    """
+    query, key, value = attention.project_qkv(hidden_states)
+    distance_queries, distance_keys, _ = attention.project_qkv(rel_embeddings[None])
+    heads, length = attention.heads, hidden_states.shape[1]
+    assert attention.distance_rows is not None
+    farthest = attention.distance_rows.shape[0] // 2
+    distances = torch.arange(2 * length - 1) - (length - 1)
+    rows = attention.distance_rows[distances.clamp(-farthest, farthest) + farthest]
+    by_query = _product_by_head(query, distance_keys.index_select(1, rows.flip(0)), heads.query_heads)
+    by_key = _product_by_head(key, distance_queries.index_select(1, rows), heads.query_heads)
+    bias = _align_distances(by_query) + _align_distances(by_key).transpose(2, 3)
+    return _self_attention(attention, scope, (query, key, value), bias * heads.scale), None
+
+
+def _product_by_head(x: Tensor, other: Tensor, heads: int) -> Tensor:
+    """Return the products of [B, S, H * d] and [1, R, H * d] by head, [B, H, S, R]."""
+    return split_heads(x, heads) @ split_heads(other, heads).transpose(2, 3)
+
+
+def _align_distances(products: Tensor) -> Tensor:
+    """Return [B, H, S, S], in column j of row i the entry S - 1 - i + j of the row, from [B, H, S, 2 S - 1].
+
+    With a padded column the rows begin one entry earlier each if they are divided anew (Dai et al. 2019,
+    arXiv:1901.02860, appendix B), which is cheaper than a gather.
+    """
+    length, width = products.shape[2:]
+    flat = F.pad(products, (0, 1)).flatten(2)[:, :, length - 1 : -1]
+    return flat.unflatten(2, (length, width))[..., :length]
+
+
 def _cross_attention(attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
     assert scope.cross is not None
     key, value = scope.cross[attention.module.layer_idx]
@@ -504,6 +547,7 @@ _FORWARDS: dict[str | None, Callable[..., Any]] = {
     None: _attend,
     "handed_on": _attend_by_distance,
     "given": _attend_with_bias,
+    "projected": _attend_with_projected_bias,
 }
 
 

@@ -97,6 +97,8 @@ def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
             continue
         for table in stack.stream.embeddings:
             yield from _table_axes(model, table)
+        if stack.stream.distance_embeddings:
+            yield stack.stream.distance_embeddings, 1, "hidden", False
         for name, dim in stack.stream.other_tensors:
             yield _last_conv_step(model, name), dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one remains, which gets the same width

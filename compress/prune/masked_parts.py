@@ -25,7 +25,7 @@ from smelt.compress.drop_layers.drop_parts import LayerPart, layer_parts
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.prune.costs import UnitGroup
-from smelt.compress.prune.importances.scores import hidden_norms
+from smelt.compress.prune.importances.scores import distance_norms, hidden_norms
 from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import (
     find_groups,
@@ -277,7 +277,8 @@ class HiddenWidthMask:
             m.register_forward_hook(partial(self._mask_output, False)) for m in self._sinusoidal_tables()
         ]
         handles += [m.register_forward_pre_hook(self._mask_input) for m in self._tied_outputs()]
-        handles += [m.register_forward_pre_hook(self._mask_input) for m in self._distance_norms()]
+        # their tables are read without a call of a module
+        handles += [m.register_forward_pre_hook(self._mask_input) for m in distance_norms(model)]
         for norm in hidden_norms(model):
             handles += [
                 norm.register_forward_pre_hook(self._select_open),
@@ -365,11 +366,6 @@ class HiddenWidthMask:
                 names.append(_owner_module([name for name, _ in stack.stream.other_tensors]))
         modules = dict.fromkeys(self.model.get_submodule(name) for name in names)
         return [module for module in modules if module not in sines]
-
-    def _distance_norms(self) -> Iterable[nn.Module]:
-        """Return the norms of embeddings of distances, whose tables are read without a module's call."""
-        names = [s.stream.distance_norm for s in self._stacks() if s.stream.distance_norm]
-        return [self.model.get_submodule(name) for name in names]
 
     def _sinusoidal_tables(self) -> Iterable[nn.Module]:
         family: Any = family_of(self.model)

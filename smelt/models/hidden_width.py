@@ -95,10 +95,8 @@ def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
         if stack.stream.embedding_projection:
             yield from _output_axes(model, stack.stream.embedding_projection, "hidden")
             continue
-        for table in stack.stream.embeddings:
+        for table in filter(None, (*stack.stream.embeddings, stack.stream.distance_embeddings)):
             yield from _table_axes(model, table)
-        if stack.stream.distance_embeddings:
-            yield stack.stream.distance_embeddings, 1, "hidden", False
         for name, dim in stack.stream.other_tensors:
             yield _last_conv_step(model, name), dim, "hidden", False
     # where BART's sides have embeddings of their own, a third one remains, which gets the same width

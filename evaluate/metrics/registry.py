@@ -41,6 +41,7 @@ from smelt.evaluate.metrics.metric import (
     WindowSamples,
 )
 from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, MASKED_ACCURACY, PERPLEXITY, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics.ranking import MRR, NDCG
 from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
 from smelt.evaluate.metrics.rouge import ROUGE
 from smelt.evaluate.metrics.ter import TER
@@ -74,6 +75,8 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     PEARSON,
     SPEARMAN,
     MSE,
+    MRR,
+    NDCG,
     AGREEMENT,
     TOP1,
     RELATIVE_ERROR,

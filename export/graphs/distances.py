@@ -1,8 +1,8 @@
 """Biases of attention scores that depend on the distance of query and key, as an exported graph has them.
 
-T5's is computed in torch with logarithmic buckets. All distances beyond a maximum share one bucket, so a table
-over the distances is complete: the graph only needs a subtraction, a Clip and a Gather. DeBERTa's also depends
-on queries and keys. The projections of its embeddings of distances are constants of the graph.
+T5's is computed in torch with logarithmic buckets. All distances beyond a maximum share one bucket, so a
+table over the distances is complete: the graph only needs a subtraction, a Clip and a Gather. DeBERTa's also
+depends on queries and keys. The projections of its embeddings of distances are constants of the graph.
 
 Shapes: B = batch, S = queries (input tokens), T = keys, H = heads, d = width of a head, D = width of the
 model, R = embeddings of distances.

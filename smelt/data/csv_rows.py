@@ -1,6 +1,7 @@
 """Read the rows of a file or of a hub data set, each with its position, independent of the task.
 
-Formats: JSON lines and JSON (also .gz; SQuAD's as `smelt.data.squad_rows`), CSV and TSV (also .gz; commas,
+Formats: JSON lines and JSON (also .gz; SQuAD's as `smelt.data.squad_rows`, queries as
+`smelt.data.ranking_rows`), CSV and TSV (also .gz; commas,
 semicolons or tabs; fields of any length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub
 ids through `datasets`. Text files are read as a stream: one row at a time is in memory, not the file.
 """
@@ -29,6 +30,7 @@ from smelt.data.json_rows import (
     reject_duplicate_keys,
     require_object,
 )
+from smelt.data.ranking_rows import flatten_queries
 from smelt.data.squad_rows import flatten_articles
 from smelt.data.tasks import task_names
 
@@ -203,13 +205,13 @@ def read_file_rows(path: Path) -> RowIterator:
     """
     kind = data_suffix(path)
     if kind == ".parquet":
-        return _flatten_translation(_read_parquet(path))
+        return _flatten_nested(_read_parquet(path))
     if kind in TABLE_SUFFIXES:
         return read_csv_rows(path)
     if kind in _JSON_LINES_SUFFIXES:
-        return flatten_articles(_flatten_translation(_read_json_lines(path)))
+        return _flatten_nested(_read_json_lines(path))
     if kind == ".json":
-        return flatten_articles(_flatten_translation(read_json_rows(path)))
+        return _flatten_nested(read_json_rows(path))
     if kind in CONLL_SUFFIXES:
         return read_conll_rows(path)
     text_hint = _PLAIN_TEXT_HINT if kind == ".txt" else ""
@@ -219,6 +221,10 @@ def read_file_rows(path: Path) -> RowIterator:
         code="unknown-file-type",
         file=str(path),
     )
+
+
+def _flatten_nested(rows: RowIterator) -> RowIterator:
+    return flatten_queries(flatten_articles(_flatten_translation(rows)))
 
 
 def _flatten_translation(rows: RowIterator) -> RowIterator:

@@ -1,9 +1,9 @@
 """DeBERTa-v2 and v3, mDeBERTa: BERT's blocks with disentangled attention, without positions in the input.
 
 Source: transformers' modeling_deberta_v2.py (He et al. 2021, arXiv:2006.03654 and arXiv:2111.09543). The
-scores of a head are the sum of three products: queries and keys, queries and projected embeddings of distances,
-keys and projected embeddings of distances. Near distances have an embedding each; far ones share logarithmic
-buckets.
+scores of a head are the sum of three products: queries and keys, queries and projected embeddings of
+distances, keys and projected embeddings of distances. Near distances have an embedding each; far ones share
+logarithmic buckets.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError
 from smelt.core.files import json_hash
 from smelt.data.labels import (
     MULTI_LABEL,
@@ -257,24 +256,19 @@ def _score_ranking(
     split: Split,
     settings: MetricSettingValues | None,
 ) -> dict[str, MetricScore]:
-    """Score the order of the passages of each query, the first text; the second class is that of relevant ones.
+    """Score the order of the passages of each query, the first text.
 
-    Raises:
-        InputError: the model has more than two classes (`too-many-classes`).
+    Classes are grades of relevance, from 0; the score is the expected grade.
     """
+    from scipy.special import softmax
+
     names, problem = class_names(config), problem_type(config)
     relevance: Sequence[float]
     if problem == REGRESSION:
         values, relevance = logits[:, 0], regression_targets(split.examples, split.origin)
-    elif len(names) == 2:
-        values, relevance = logits[:, 1] - logits[:, 0], class_targets(split.examples, names, split.origin)
     else:
-        raise InputError(
-            f"{metrics[0]} needs a model with one output, or with two classes, the second of relevant passages;"
-            f" the model has {len(names)}. Remove the metric.",
-            code="too-many-classes",
-            setting="score.quality",
-        )
+        values = softmax(logits.astype(np.float64), axis=1) @ np.arange(len(names))
+        relevance = class_targets(split.examples, names, split.origin)
     queries = [example.text for example in split.examples]
     gold = [float(value) for value in relevance]
     samples = RankedSamples(json_hash([queries, gold]), queries, values.tolist(), gold)

@@ -56,7 +56,7 @@ class RankMetric(Metric[RankedSamples]):
         if not rankings:
             return None
         rows = [[self.query_value(ranking, k)] for ranking in rankings]
-        equal = [self.query_value([sum(ranking, [])], k) for ranking in rankings]
+        equal = [self.query_value([_all_passages(ranking)], k) for ranking in rankings]
         signature = f"k:{k}|ties:expected|queries:with relevant|{self.gain()}{BOOTSTRAP_SIGNATURE}"
         return ExampleRows([*rows], signature, chance=self.scale * sum(equal) / len(equal))
 
@@ -125,7 +125,7 @@ class DiscountedGain(RankMetric):
 
     def query_value(self, ranking: Ranking, k: int) -> float:
         """Return the expected gain over the best one."""
-        best = sorted(sum(ranking, []), reverse=True)
+        best = sorted(_all_passages(ranking), reverse=True)
         return _discounted(ranking, k) / _discounted([[value] for value in best], k)
 
 
@@ -138,6 +138,10 @@ def _discounted(ranking: Ranking, k: int) -> float:
             rank += 1
             total += mean / log2(rank + 1) if rank <= k else 0.0
     return total
+
+
+def _all_passages(ranking: Ranking) -> list[float]:
+    return [value for tied in ranking for value in tied]
 
 
 def rankings_by_query(samples: RankedSamples) -> list[Ranking]:

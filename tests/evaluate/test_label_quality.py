@@ -52,7 +52,7 @@ CLASSES = {"id2label": {"0": "no", "1": "yes"}}
 CLASS_ROWS = Split("rows", (Example("a", label="no"), Example("b", label="yes")))
 ERRORS = ("mse", "loss")
 REGRESSION_METRICS = [name for name in METRICS_BY_PROBLEM["regression"] if name in metrics_of(NumberSamples)]
-SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m not in ("cross_entropy", "loss")]
+SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m not in ("cross_entropy", "loss", "map")]
 
 
 def sets(indicators):

@@ -423,8 +423,10 @@ def _attend_with_projected_bias(
     assert attention.distances is not None
     query, key, value = attention.project_qkv(hidden_states)
     heads, module = attention.heads, attention.module
-    states = (query, key, module.distance_queries, module.distance_keys)
-    bias = projected_bias(*(split_heads(x, heads.query_heads) for x in states), attention.distances.rows)
+    by_head = [
+        split_heads(x, heads.query_heads) for x in (query, key, module.distance_queries, module.distance_keys)
+    ]
+    bias = projected_bias(by_head[0], by_head[1], by_head[2], by_head[3], attention.distances.rows)
     return _self_attention(attention, scope, (query, key, value), bias * heads.scale), None
 
 

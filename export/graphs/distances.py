@@ -81,7 +81,8 @@ def _align_distances(products: Tensor) -> Tensor:
     """
     length, width = products.shape[2:]
     flat = F.pad(products, (0, 1)).flatten(2)[:, :, length - 1 : -1]
-    return flat.unflatten(2, (length, width))[..., :length]
+    aligned: Tensor = flat.unflatten(2, (length, width))[..., :length]
+    return aligned
 
 
 def relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:

@@ -67,9 +67,10 @@ def projected_bias(
     """
     length, farthest = query.shape[2], rows.shape[0] // 2
     distances = torch.arange(2 * length - 1) - (length - 1)
-    chosen = rows[distances.clamp(-farthest, farthest) + farthest]
-    by_query = query @ distance_keys.index_select(2, chosen.flip(0)).transpose(2, 3)
-    by_key = key @ distance_queries.index_select(2, chosen).transpose(2, 3)
+    # the rows of falling distances are looked up as those of rising ones: TensorRT cannot reverse a tensor
+    falling, rising = (rows[d.clamp(-farthest, farthest) + farthest] for d in (-distances, distances))
+    by_query = query @ distance_keys.index_select(2, falling).transpose(2, 3)
+    by_key = key @ distance_queries.index_select(2, rising).transpose(2, 3)
     return _align_distances(by_query) + _align_distances(by_key).transpose(2, 3)
 
 

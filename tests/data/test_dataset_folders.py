@@ -54,7 +54,7 @@ def test_split_of_saved_dataset_dict_is_read(tmp_path):
 
 
 @pytest.mark.quick
-def test_class_names_of_tags_are_those_of_features(tmp_path):
+def test_class_names_of_tags_come_from_features(tmp_path):
     tags = datasets.Sequence(datasets.ClassLabel(names=["O", "B-PER"]))
     features = datasets.Features({"tokens": datasets.Sequence(datasets.Value("string")), "tags": tags})
     rows = [{"tokens": ["Ada", "sleeps"], "tags": [1, 0]}]

@@ -34,7 +34,8 @@ from smelt.evaluate.metrics.metric import (
     NumberSamples,
     Samples,
 )
-from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, metrics_of
+from smelt.evaluate.metrics.ranking import RankedSamples
+from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, base_metric, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_labels, score_metrics
 from smelt.generation.backend import check_finite_outputs
 from smelt.tasks.sentence_similarity import paired_cosines
@@ -217,11 +218,13 @@ def score_classifier(
     """
     check_finite_outputs(logits)
     names, problem = class_names(config), problem_type(config)
-    scores: dict[str, MetricScore] = {}
+    ranked = [name for name in metrics if base_metric(name) in metrics_of(RankedSamples)]
+    metrics = [name for name in metrics if name not in ranked]
+    scores = _score_ranking(ranked, config, logits, split, settings) if ranked else {}
     if problem == REGRESSION:
         predicted_values = [float(row[0]) for row in logits]
         if metrics:
-            scores = score_regression(
+            scores |= score_regression(
                 metrics, predicted_values, regression_targets(split.examples, split.origin)
             )
         return scores, predicted_values
@@ -229,7 +232,7 @@ def score_classifier(
         predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
         if metrics:
             gold = multi_label_targets(split.examples, names, split.origin)
-            scores = score_label_sets(metrics, predicted_sets, gold, len(names), logits)
+            scores |= score_label_sets(metrics, predicted_sets, gold, len(names), logits)
         return scores, [[names[i] for i in row] for row in predicted_sets]
     predicted = [int(row.argmax()) for row in logits]
     if metrics:
@@ -240,10 +243,36 @@ def score_classifier(
             if "label" in metric_settings
         }
         label_classes = class_targets([Example("", label=x) for x in labels.values()], names, "")
-        scores = score_labels(
+        scores |= score_labels(
             metrics, predicted, gold_classes, logits, dict(zip(labels, label_classes, strict=True))
         )
     return scores, [names[i] for i in predicted]
+
+
+def _score_ranking(
+    metrics: Sequence[str],
+    config: Mapping[str, Any],
+    logits: NDArray[np.float32],
+    split: Split,
+    settings: MetricSettingValues | None,
+) -> dict[str, MetricScore]:
+    """Score the order of the passages of each query, the first text.
+
+    Classes are grades of relevance, from 0; the score is the expected grade.
+    """
+    from scipy.special import softmax
+
+    names, problem = class_names(config), problem_type(config)
+    relevance: Sequence[float]
+    if problem == REGRESSION:
+        values, relevance = logits[:, 0], regression_targets(split.examples, split.origin)
+    else:
+        values = softmax(logits.astype(np.float64), axis=1) @ np.arange(len(names))
+        relevance = class_targets(split.examples, names, split.origin)
+    queries = [example.text for example in split.examples]
+    gold = [float(value) for value in relevance]
+    samples = RankedSamples(json_hash([queries, gold]), queries, values.tolist(), gold)
+    return score_metrics(metrics, samples, settings=settings)
 
 
 def class_counts(

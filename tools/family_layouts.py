@@ -184,6 +184,8 @@ def _stack(
     members = [a for a in attentions if a.query.startswith(f"{block}.")]
     inside = [index for index, name in enumerate(trace.calls) if name.startswith(f"{path}.")]
     before = list(dict.fromkeys(trace.calls[start : inside[0]]))
+    distance_norm, distance_embeddings = _normed_table(trace, before)
+    before = [name for name in before if name != distance_norm]
     block_modules = list(dict.fromkeys(name for name in trace.calls if name.startswith(f"{block}.")))
     special = {norm for a in members for norm in a.qk_norms or ()}
     norms = [n for n in block_modules if is_norm(trace.module(n)) and n not in special]
@@ -203,6 +205,8 @@ def _stack(
         embedding_norm=_only(trace, before, is_norm, "norm of the embeddings"),
         embedding_projection=_only(trace, before, is_linear, "projection of the embeddings"),
         final_norm=final[0] if final else None,
+        distance_embeddings=distance_embeddings,
+        distance_norm=distance_norm,
         other_tensors=_other_tensors(trace, path) if trace.family.input_kind == "images" else (),
     )
     stack = Stack(
@@ -253,6 +257,15 @@ def _tables(trace: Trace, names: list[str], root: str) -> tuple[str, ...]:
             aliases = [n for n, m in trace.model.named_modules(remove_duplicate=False) if m is module]
             tables.append(f"{next((n for n in aliases if n.startswith(f'{root}.')), name)}.{tensor}")
     return tuple(tables)
+
+
+def _normed_table(trace: Trace, names: list[str]) -> tuple[str | None, str | None]:
+    """Return the norm among these modules whose input is a parameter, and that parameter; None without."""
+    parameters = {parameter: name for name, parameter in trace.model.named_parameters()}
+    for name in names:
+        if is_norm(trace.module(name)) and trace.inputs[name] in parameters:
+            return name, parameters[trace.inputs[name]]
+    return None, None
 
 
 def _other_tensors(trace: Trace, path: str) -> tuple[tuple[str, int], ...]:
@@ -468,7 +481,8 @@ def derive_all(name: str) -> dict[str, Layout]:
         variant.name: variant.example for variant in family.layout_variants
     }
     return {
-        f"{name}-{variant}".rstrip("-"): derive_layout(family, more) for variant, more in variants.items()
+        f"{name}-{variant}".rstrip("-"): derive_layout(family, {**family.layout_config, **more})
+        for variant, more in variants.items()
     }
 
 

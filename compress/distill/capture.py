@@ -159,8 +159,8 @@ def _capture_projections(
             parts = _split_packed(model, self_attention, result) if self_attention.packed else None
             projections = read.projections.setdefault(key, {})
             for kind, layer_name in names.items():
-                if layer_name == name:
-                    projections[kind] = result if parts is None else parts[kind]
+                if layer_name == name:  # its second call in a block is of embeddings of distances (DeBERTa)
+                    projections.setdefault(kind, result if parts is None else parts[kind])
 
         undo.callback(model.get_submodule(name).register_forward_hook(partial(keep, name=name)).remove)
 

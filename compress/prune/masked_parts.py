@@ -25,7 +25,7 @@ from smelt.compress.drop_layers.drop_parts import LayerPart, layer_parts
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import AFTER_QUANTIZE, TRAINING_BEFORE_QUANTIZE
 from smelt.compress.prune.costs import UnitGroup
-from smelt.compress.prune.importances.scores import hidden_norms
+from smelt.compress.prune.importances.scores import distance_norms, hidden_norms
 from smelt.compress.prune.settings import LearnedMasksSettings
 from smelt.compress.prune.units import (
     find_groups,
@@ -277,6 +277,8 @@ class HiddenWidthMask:
             m.register_forward_hook(partial(self._mask_output, False)) for m in self._sinusoidal_tables()
         ]
         handles += [m.register_forward_pre_hook(self._mask_input) for m in self._tied_outputs()]
+        # their tables are read without a call of a module
+        handles += [m.register_forward_pre_hook(self._mask_input) for m in distance_norms(model)]
         for norm in hidden_norms(model):
             handles += [
                 norm.register_forward_pre_hook(self._select_open),

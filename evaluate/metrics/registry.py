@@ -15,6 +15,7 @@ from smelt.data.tasks import ALL_TASKS, task_traits, tasks_with
 from smelt.evaluate.metrics.agreement import AGREEMENT, RELATIVE_ERROR, TOP1
 from smelt.evaluate.metrics.allclose import ALLCLOSE
 from smelt.evaluate.metrics.answers import EXACT_MATCH, TOKEN_F1
+from smelt.evaluate.metrics.average_precision import MEAN_AVERAGE_PRECISION
 from smelt.evaluate.metrics.bertscore import BERTSCORE
 from smelt.evaluate.metrics.bleu import BLEU
 from smelt.evaluate.metrics.choices import ACC, ACC_NORM
@@ -41,6 +42,7 @@ from smelt.evaluate.metrics.metric import (
     WindowSamples,
 )
 from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, MASKED_ACCURACY, PERPLEXITY, RESPONSE_PERPLEXITY
+from smelt.evaluate.metrics.ranking import MRR, NDCG
 from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
 from smelt.evaluate.metrics.rouge import ROUGE
 from smelt.evaluate.metrics.ter import TER
@@ -66,6 +68,7 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     SUBSET_ACCURACY,
     *PRECISION_OF_LABELS,
     *RECALL_OF_LABELS,
+    MEAN_AVERAGE_PRECISION,
     ENTITY_F1,
     ENTITY_PRECISION,
     ENTITY_RECALL,
@@ -74,6 +77,8 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     PEARSON,
     SPEARMAN,
     MSE,
+    MRR,
+    NDCG,
     AGREEMENT,
     TOP1,
     RELATIVE_ERROR,

@@ -7,12 +7,7 @@ transformers' AttentionInterface is called only after the three projections and 
 late for both. The family defines the names of a module's parts. Head counts come from the modules: after
 pruning they differ between layers.
 
-A bias by distance (T5's) is computed in torch with logarithmic buckets. All distances beyond a maximum share
-one bucket, so a table over the distances is complete: the graph only needs a subtraction, a Clip and a
-Gather.
-
-Decoder-only models get another fused operator, com.microsoft::GroupQueryAttention. Source: ONNX Runtime's
-docs/ContribOperators.md. `GraphSpec` is one graph of a model, before it is traced.
+`GraphSpec` is one graph of a model, before it is traced.
 
 Shapes: B = batch, S = queries (input tokens), P = past length, T = keys (P + S where tokens are cached),
 H = query heads, K = key-value heads, d = width of a head, D = width of the model, M = positions in the rotary
@@ -33,76 +28,18 @@ from torch.nn import functional as F
 
 from smelt.core.errors import InputError
 from smelt.export.graphs import standard_operators as operators
+from smelt.export.graphs.distances import (
+    DistanceEmbeddings,
+    distance_embeddings,
+    projected_bias,
+    relative_bias,
+)
 from smelt.models.families.family import Attention, Family, RmsNormForm
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization import emit
 from smelt.quantization.emit import AttentionHeads
-from smelt.quantization.layers import concat_quantized
-
-
-@dataclass(frozen=True)
-class SequencePositions:
-    """Positions of the tokens, the same for all layers of a graph.
-
-    last_position: int32 [B], T - 1. total_length: int32 scalar, T. bias: float32 [B, 1, S, T], 0 for tokens
-    and a large negative number for padding on the left.
-    """
-
-    last_position: Tensor
-    total_length: Tensor
-    bias: Tensor
-
-
-def group_query_attention(
-    packed: tuple[Tensor, Tensor | None, Tensor | None],
-    past: tuple[Tensor, Tensor],
-    positions: SequencePositions,
-    heads: AttentionHeads,
-    rotary: tuple[Tensor, Tensor] | None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the input tokens.
-
-    The operator takes S > 1 with P > 0 only for B = 1. It gets no position ids, because with P = 0 it
-    ignores them (tested with 1.31): each row then counts from its first position, including padding,
-    which is equivalent, since rotary attention depends on distances only.
-
-    Args:
-        packed: queries float32 [B, S, H * d], keys and values [B, S, K * d]; or all in one, [B, S,
-            (H + 2 K) * d], and None twice.
-        past: previous keys (rotated) and values, float32 [B, K, P, d].
-        positions: see `SequencePositions`.
-        heads: see `AttentionHeads`.
-        rotary: cosines and sines, float32 [M, r / 2], of the first r channels of a head; None: positions are
-            not rotated in.
-        window: how many of the last tokens, including itself, a token attends to; None for all.
-
-    Returns:
-        The output [B, S, H * d], and keys and values [B, K, T, d].
-    """
-    batch, length = packed[0].shape[:2]
-    total = positions.bias.shape[3]
-    inputs = [*packed, *past, positions.last_position, positions.total_length]
-    inputs += [*rotary, None] if rotary is not None else [None, None, None]
-    present = (batch, heads.kv_heads, total, heads.head_dim)
-    kind = packed[0].dtype
-    out, keys, values = torch.onnx.ops.symbolic_multi_out(
-        "com.microsoft::GroupQueryAttention",
-        [*inputs, positions.bias],
-        {
-            "num_heads": heads.query_heads,
-            "kv_num_heads": heads.kv_heads,
-            "scale": heads.scale,
-            "do_rotary": int(rotary is not None),
-            **({} if window is None else {"local_window_size": window}),
-        },
-        dtypes=(kind, kind, kind),
-        shapes=((batch, length, heads.query_heads * heads.head_dim), present, present),
-        version=1,
-    )
-    return out, keys, values
-
+from smelt.quantization.layers import concat_quantized, float_activations
 
 KeyValue = tuple[Tensor, Tensor]
 MASK_VALUE = -10000.0  # masks everything after softmax and, unlike the smallest float, is finite in fp16
@@ -295,13 +232,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 class AttentionModule:
     """An attention module of a model.
 
-    parts: the names that its parts have in the model. window: see `Family.window`.
+    parts: the names that its parts have in the model. window: see `Family.window`. distances: of a
+    "projected" bias.
     """
 
     module: Any
     parts: Attention
     family: Family
     window: int | None = None
+    distances: DistanceEmbeddings | None = None
 
     def projection(self, name: str) -> Any:
         """Return the projection `name` of the model; None if the module itself does not compute it."""
@@ -316,7 +255,8 @@ class AttentionModule:
     def heads(self) -> AttentionHeads:
         """The current heads of the module."""
         parts, width = self.parts, int(getattr(self.module, self.parts.head_dim_attribute))
-        scale = width**-0.5 if parts.scale_attribute == "width" else 1.0
+        terms = 3 if parts.relative_bias == "projected" else 1
+        scale = (terms * width) ** -0.5 if parts.scale_attribute == "width" else 1.0
         if parts.scale_attribute not in (None, "width"):
             scale = float(getattr(self.module, str(parts.scale_attribute)))
         if parts.heads_attribute is not None:
@@ -380,8 +320,9 @@ def attention_modules(
             f"{type(model).__name__}: the onnx stage cannot export its attention modules.",
             code="unsupported-family",
         )
+    distances = distance_embeddings(model, family)
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family, block.window)
+        AttentionModule(model.get_submodule(parts.name), parts, family, block.window, distances)
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions
@@ -398,9 +339,15 @@ def pack_projections(attentions: Sequence[AttentionModule]) -> None:
     for attention in attentions:
         module, parts = attention.module, attention.parts
         if parts.relative_bias and attention.family.relative_bias and not hasattr(module, "bias_by_distance"):
-            relative_bias = attention.family.relative_bias().bias_by_distance(module)
-            if relative_bias is not None:
-                module.bias_by_distance = nn.Buffer(relative_bias[0], persistent=False)
+            by_distance = attention.family.relative_bias().bias_by_distance(module)
+            if by_distance is not None:
+                module.bias_by_distance = nn.Buffer(by_distance[0], persistent=False)
+        if attention.distances is not None and not hasattr(module, "distance_keys"):
+            # constants, which runtimes would compute at each call from quantized layers
+            with torch.no_grad(), float_activations(module):
+                for name, layer in (("distance_queries", parts.query), ("distance_keys", parts.key)):
+                    value = attention.projection(layer)(attention.distances.values[None])
+                    setattr(module, name, nn.Buffer(value, persistent=False))
         if not hasattr(module, "pack") and not parts.packed:
             projections = tuple(attention.projection(name) for name in (parts.query, parts.key, parts.value))
             if projections not in packs:
@@ -467,8 +414,23 @@ def _attend_by_distance(
     if position_bias is None:
         length = hidden_states.shape[1]
         past = 0 if scope.past is None else scope.past[attention.module.layer_idx][0].shape[2]
-        position_bias = _relative_bias(attention.module.bias_by_distance, length, past + length)
+        position_bias = relative_bias(attention.module.bias_by_distance, length, past + length)
     return _self_attention(attention, scope, packed, position_bias), position_bias, None
+
+
+def _attend_with_projected_bias(
+    attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor,
+    *unused: Any, **also_unused: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replace the forward of an attention module that projects embeddings of distances."""
+    assert attention.distances is not None
+    query, key, value = attention.project_qkv(hidden_states)
+    heads, module = attention.heads, attention.module
+    by_head = [
+        split_heads(x, heads.query_heads) for x in (query, key, module.distance_queries, module.distance_keys)
+    ]
+    bias = projected_bias(by_head[0], by_head[1], by_head[2], by_head[3], attention.distances.rows)
+    return _self_attention(attention, scope, (query, key, value), bias * heads.scale), None
 
 
 def _cross_attention(attention: AttentionModule, scope: AttentionScope, hidden_states: Tensor) -> Tensor:
@@ -507,6 +469,7 @@ _FORWARDS: dict[str | None, Callable[..., Any]] = {
     None: _attend,
     "handed_on": _attend_by_distance,
     "given": _attend_with_bias,
+    "projected": _attend_with_projected_bias,
 }
 
 
@@ -529,16 +492,6 @@ def _window_bias(window: int, query: Tensor) -> Tensor:
     positions = torch.arange(query.shape[1])
     is_outside = (positions[:, None] - positions[None, :]).abs() > window
     return (is_outside.to(query.dtype) * MASK_VALUE)[None, None]
-
-
-def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:
-    """Return the bias [1, H, S, T] of the last `length` of `total` positions."""
-    heads, farthest = by_distance.shape[0], by_distance.shape[1] // 2
-    keys = torch.arange(total)
-    distances = keys[None, :] - keys[total - length :, None]
-    bucket_indices = distances.clamp(-farthest, farthest) + farthest
-    values: Tensor = by_distance.index_select(1, bucket_indices.flatten())
-    return values.reshape(1, heads, length, total)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ num_logits_to_keep, the name in transformers.js, sets the number N of last token
 A prompt needs only those of one token, and all of them are large: S * V numbers per row. Its default is 0, so
 that users that do not set it (Optimum) get all; TensorRT does not support defaults.
 
+Source of GroupQueryAttention: ONNX Runtime's docs/ContribOperators.md.
+
 Shapes: B = batch, S = new tokens, P = past length, T = P + S, H = query heads, K = key-value heads,
 d = width of a head, M = positions, V = vocabulary.
 """
@@ -32,10 +34,8 @@ from smelt.export.graphs.attention import (
     MASK_VALUE,
     AttentionModule,
     KeyValue,
-    SequencePositions,
     attention_modules,
     exportable_norms,
-    group_query_attention,
     pack_projections,
     split_heads,
 )
@@ -45,6 +45,69 @@ from smelt.models.families.registry import decoder_logits
 from smelt.quantization import emit
 from smelt.quantization.emit import AttentionHeads
 from smelt.runtimes.fixed_caches import WRITE_INDICES
+
+
+@dataclass(frozen=True)
+class SequencePositions:
+    """Positions of the tokens, the same for all layers of a graph.
+
+    last_position: int32 [B], T - 1. total_length: int32 scalar, T. bias: float32 [B, 1, S, T], 0 for tokens
+    and a large negative number for padding on the left.
+    """
+
+    last_position: Tensor
+    total_length: Tensor
+    bias: Tensor
+
+
+def group_query_attention(
+    packed: tuple[Tensor, Tensor | None, Tensor | None],
+    past: tuple[Tensor, Tensor],
+    positions: SequencePositions,
+    heads: AttentionHeads,
+    rotary: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Emit com.microsoft::GroupQueryAttention: causal attention over the past and the input tokens.
+
+    The operator takes S > 1 with P > 0 only for B = 1. It gets no position ids, because with P = 0 it
+    ignores them (tested with 1.31): each row then counts from its first position, including padding,
+    which is equivalent, since rotary attention depends on distances only.
+
+    Args:
+        packed: queries float32 [B, S, H * d], keys and values [B, S, K * d]; or all in one, [B, S,
+            (H + 2 K) * d], and None twice.
+        past: previous keys (rotated) and values, float32 [B, K, P, d].
+        positions: see `SequencePositions`.
+        heads: see `AttentionHeads`.
+        rotary: cosines and sines, float32 [M, r / 2], of the first r channels of a head; None: positions are
+            not rotated in.
+        window: how many of the last tokens, including itself, a token attends to; None for all.
+
+    Returns:
+        The output [B, S, H * d], and keys and values [B, K, T, d].
+    """
+    batch, length = packed[0].shape[:2]
+    total = positions.bias.shape[3]
+    inputs = [*packed, *past, positions.last_position, positions.total_length]
+    inputs += [*rotary, None] if rotary is not None else [None, None, None]
+    present = (batch, heads.kv_heads, total, heads.head_dim)
+    kind = packed[0].dtype
+    out, keys, values = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        [*inputs, positions.bias],
+        {
+            "num_heads": heads.query_heads,
+            "kv_num_heads": heads.kv_heads,
+            "scale": heads.scale,
+            "do_rotary": int(rotary is not None),
+            **({} if window is None else {"local_window_size": window}),
+        },
+        dtypes=(kind, kind, kind),
+        shapes=((batch, length, heads.query_heads * heads.head_dim), present, present),
+        version=1,
+    )
+    return out, keys, values
 
 
 @dataclass

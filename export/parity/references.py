@@ -31,7 +31,6 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from smelt.core.errors import ParityError
@@ -46,7 +45,7 @@ from smelt.models.families.registry import decoder_logits
 from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.tokenizer import uses_token_types
-from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
+from smelt.quantization.layers import float_activations
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
@@ -269,7 +268,7 @@ def logits_for(runner: Any, reference: TorchReference) -> FloatArray:
 @torch.inference_mode()
 def run_exact(model: Any, reference: TorchReference) -> ExactReference:
     """Return the outputs of the dequantized `model` for the inputs of `reference`, without a cache."""
-    with _torch_attention(model), _float_matmuls(model):
+    with _torch_attention(model), float_activations(model):
         if reference.tokens is None:
             result = _run_single_pass(model, reference.batch)
             return ExactReference(without_padded_tokens(result, reference.batch))
@@ -327,27 +326,6 @@ def _causal_logits(model: Any, ids: Tokens, mask: Tokens, last: int) -> FloatArr
 
 def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
-
-
-@contextmanager
-def _float_matmuls(model: nn.Module) -> Iterator[None]:
-    """Make quantized layers multiply float32 activations with dequantized weights, within the block."""
-    layer_types = QuantizedLinear | QuantizedConv2d | QuantizedActivation
-    layers = [module for module in model.modules() if isinstance(module, layer_types)]
-    for layer in layers:
-        float_forward = (
-            partial(_float_linear, layer) if isinstance(layer, QuantizedLinear) else layer.forward_float
-        )
-        layer.forward = float_forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _float_linear(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.matrix.dequantize(), layer.bias)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Read the rows of a file or of a hub data set, each with its position, independent of the task.
+"""Read the rows of a file, a folder or a hub data set, each with its position, independent of the task.
 
-Formats: JSON lines and JSON (also .gz; SQuAD's as `smelt.data.squad_rows`), CSV and TSV (also .gz; commas,
-semicolons or tabs; fields of any length), sentences in columns (`smelt.data.conll_rows`), Parquet, and hub
-ids through `datasets`. Text files are read as a stream: one row at a time is in memory, not the file.
+Formats: JSON lines and JSON (also .gz; SQuAD's as `smelt.data.squad_rows`, queries as
+`smelt.data.ranking_rows`), CSV and TSV (also .gz; commas, semicolons or tabs; fields of any length),
+sentences in columns (`smelt.data.conll_rows`), Parquet, folders of `datasets` and hub ids through `datasets`.
+Files are read as a stream: one row at a time is in memory, not the file.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import csv
 import io
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from smelt.core.errors import InputError
+from smelt.core.errors import InputError, did_you_mean
 from smelt.core.hub import hub_cache_only, hub_unreachable_reason
 from smelt.data.conll_rows import CONLL_SUFFIXES, read_conll_rows
 from smelt.data.json_rows import (
@@ -29,6 +31,7 @@ from smelt.data.json_rows import (
     reject_duplicate_keys,
     require_object,
 )
+from smelt.data.ranking_rows import flatten_queries
 from smelt.data.squad_rows import flatten_articles
 from smelt.data.tasks import task_names
 
@@ -195,21 +198,23 @@ _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 
 
-def read_file_rows(path: Path) -> RowIterator:
-    """Yield every row of a file with its position.
+def read_file_rows(path: Path, split: str = "train") -> RowIterator:
+    """Yield every row of a file, or of the `split` of a folder, with its position.
 
     Raises:
         InputError: the file cannot be read, or has an unknown format.
     """
+    if path.is_dir():
+        return _flatten_nested(_read_folder(path, split))
     kind = data_suffix(path)
     if kind == ".parquet":
-        return _flatten_translation(_read_parquet(path))
+        return _flatten_nested(_read_parquet(path))
     if kind in TABLE_SUFFIXES:
         return read_csv_rows(path)
     if kind in _JSON_LINES_SUFFIXES:
-        return flatten_articles(_flatten_translation(_read_json_lines(path)))
+        return _flatten_nested(_read_json_lines(path))
     if kind == ".json":
-        return flatten_articles(_flatten_translation(read_json_rows(path)))
+        return _flatten_nested(read_json_rows(path))
     if kind in CONLL_SUFFIXES:
         return read_conll_rows(path)
     text_hint = _PLAIN_TEXT_HINT if kind == ".txt" else ""
@@ -219,6 +224,10 @@ def read_file_rows(path: Path) -> RowIterator:
         code="unknown-file-type",
         file=str(path),
     )
+
+
+def _flatten_nested(rows: RowIterator) -> RowIterator:
+    return flatten_queries(flatten_articles(_flatten_translation(rows)))
 
 
 def _flatten_translation(rows: RowIterator) -> RowIterator:
@@ -314,6 +323,88 @@ def _read_parquet(path: Path) -> RowIterator:
         raise InputError(
             f"{path}: not a readable Parquet file: {error}", code="damaged-file", file=str(path)
         ) from error
+
+
+_PARQUET, _DICT_FILE, _STATE_FILE = "*.parquet", "dataset_dict.json", "state.json"
+_SHARD = re.compile(r"(?P<split>[^/]+)-\d{5}-of-\d{5}")
+
+
+def folder_splits(folder: Path) -> list[str] | None:
+    """Return the splits of a folder of a data set, empty if it is one split; None if it is no such folder.
+
+    Such folders are those of `save_to_disk` of a Dataset or DatasetDict, and those with Parquet files, of one
+    split, or named after splits as hub data sets (`train-00000-of-00002.parquet`, `test.parquet`).
+
+    Raises:
+        InputError: its list of splits cannot be read.
+    """
+    if not folder.is_dir():
+        return None
+    if (listing := folder / _DICT_FILE).is_file():
+        try:
+            return [str(name) for name in json.loads(listing.read_text(encoding="utf-8"))["splits"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged_folder(folder, listing, error) from error
+    if (folder / _STATE_FILE).is_file():
+        return []
+    names = [path.stem for path in sorted(folder.glob(_PARQUET))]
+    if not names:
+        return None
+    splits = [match["split"] if (match := _SHARD.fullmatch(name)) else name for name in names]
+    return list(dict.fromkeys(splits)) if _SPLIT_NAMES.intersection(splits) else []
+
+
+_SPLIT_NAMES = {"train", "validation", "test"}
+
+
+def _damaged_folder(folder: Path, file: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{file}: {folder} is not a readable data set of save_to_disk: {error!r}. Save it again.",
+        code="damaged-file",
+        file=str(file),
+    )
+
+
+def _read_folder(folder: Path, split: str) -> RowIterator:
+    """Yield the rows of a split of a folder of a data set."""
+    splits = folder_splits(folder)
+    if splits is None:
+        raise InputError(
+            f"{folder}: this is a folder without Parquet files or a data set of save_to_disk.",
+            code="not-a-file",
+            file=str(folder),
+        )
+    if splits and split not in splits:
+        raise InputError(
+            f"{folder}: this data set has the splits {', '.join(splits)}, not '{split}'."
+            f"{did_you_mean(split, splits)} Give the file, or the folder, of another split.",
+            code="missing-split",
+            file=str(folder),
+        )
+    if (folder / _DICT_FILE).is_file():
+        return _read_saved(folder / split)
+    if (folder / _STATE_FILE).is_file():
+        return _read_saved(folder)
+    files = [
+        path
+        for path in sorted(folder.glob(_PARQUET))
+        if not splits or split in (path.stem, (_SHARD.fullmatch(path.stem) or {"split": None})["split"])
+    ]
+    return itertools.chain.from_iterable(map(_read_parquet, files))
+
+
+def _read_saved(folder: Path) -> RowIterator:
+    import datasets
+
+    try:
+        dataset: Any = datasets.load_from_disk(str(folder))
+        class_names = _class_lists(dataset.features.to_dict())
+        for number, row in enumerate(dataset, start=1):
+            yield f"{folder} row {number}", _with_class_names(row, class_names)
+    except InputError:
+        raise
+    except Exception as error:  # datasets and pyarrow raise many types of errors
+        raise _damaged_folder(folder, folder / _STATE_FILE, error) from error
 
 
 def read_hub_rows(origin: str, name: str) -> RowIterator:

@@ -1,4 +1,4 @@
-"""Read image samples: a file of rows with image paths, a folder of classes, or an archive of JPEGs.
+"""Read image samples: a file of rows with image paths, a folder of images, or an archive of JPEGs.
 
 A row holds a reference: the path of an image file, or `ARCHIVE.npz#N` for image N (from 0) of an
 archive. Callers read the bytes of a reference; reading rows decodes no more than a header. Decoded images
@@ -107,18 +107,31 @@ def read_image_rows(path: Path, image: str, label: str) -> RowIterator:
 
     Args:
         path: a file of rows, with image paths relative to its folder; a folder with one folder of images
-            for each class; or an archive.
+            for each class, or with `metadata.csv`, `.jsonl` or `.parquet` (the layout `imagefolder` of
+            `datasets`); or an archive.
         image: the name of the column with the image path.
         label: the name of the column with the label.
 
     Raises:
         InputError: it cannot be read. Missing or invalid images are reported by `check_image`.
     """
+    if (metadata := _metadata_file(path)) is not None:
+        rows = _rows_of_table(metadata, _FILE_NAME)
+        return ((location, {**row, image: row.get(_FILE_NAME)}) for location, row in rows)
     if path.is_dir():
         return _rows_of_class_folders(path, image, label)
     if path.suffix == ARCHIVE_SUFFIX:
         return _rows_of_archive(path, image, label)
     return _rows_of_table(path, image)
+
+
+_FILE_NAME = "file_name"  # the column with the image in such a file
+
+
+def _metadata_file(folder: Path) -> Path | None:
+    """Return the file of rows of a folder of images, None without one."""
+    files = (folder / f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _rows_of_table(path: Path, image: str) -> RowIterator:

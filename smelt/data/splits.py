@@ -113,12 +113,22 @@ class Columns(BaseModel):
     text: str = Field(
         default="text",
         description="text",
-        examples=["text", "sentence", "sentence1", "premise", "question", "content", "review", "document"],
+        examples=[
+            "text",
+            "sentence",
+            "sentence1",
+            "premise",
+            "question",
+            "query",
+            "content",
+            "review",
+            "document",
+        ],
     )
     text_pair: str = Field(
         default="text_pair",
         description="second text",
-        examples=["text_pair", "sentence2", "hypothesis", "answer"],
+        examples=["text_pair", "sentence2", "hypothesis", "passage", "answer"],
     )
     image: str = Field(
         default="image",

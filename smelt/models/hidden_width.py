@@ -95,7 +95,7 @@ def _iter_axes(model: Any) -> Iterator[tuple[str, int, HiddenStream, bool]]:
         if stack.stream.embedding_projection:
             yield from _output_axes(model, stack.stream.embedding_projection, "hidden")
             continue
-        for table in stack.stream.embeddings:
+        for table in filter(None, (*stack.stream.embeddings, stack.stream.distance_embeddings)):
             yield from _table_axes(model, table)
         for name, dim in stack.stream.other_tensors:
             yield _last_conv_step(model, name), dim, "hidden", False

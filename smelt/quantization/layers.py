@@ -19,7 +19,8 @@ convolution B = batch, S = input channels, T = output channels, h, w = height an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
@@ -371,6 +372,10 @@ class QuantizedLinear(nn.Module):
             return out
         return matrix.scheme.linear(matrix, x, self.bias)
 
+    def forward_float(self, x: Tensor) -> Tensor:
+        """Multiply float32 activations with the dequantized weights."""
+        return F.linear(x, self.matrix.dequantize(), self.bias)
+
     def prepare_export(self, target: str) -> None:
         """Convert weights and scales to the form of a graph for `target`."""
         self.matrix.prepare_export("product", target)
@@ -427,6 +432,20 @@ class QuantizedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes and the scheme, for printing."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.matrix.describe()}"
+
+
+@contextmanager
+def float_activations(model: nn.Module) -> Iterator[None]:
+    """Make quantized layers multiply float32 activations with dequantized weights, within the block."""
+    layer_types = QuantizedLinear | QuantizedConv2d | QuantizedActivation
+    layers = [module for module in model.modules() if isinstance(module, layer_types)]
+    for layer in layers:
+        layer.forward = layer.forward_float  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def is_embedding_table(module: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
-from smelt.data.csv_rows import RowIterator, read_file_rows, read_hub_rows
+from smelt.data.csv_rows import RowIterator, folder_splits, read_file_rows, read_hub_rows
 from smelt.data.examples import MissingColumnError, missing_columns_error
 from smelt.data.images import read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
@@ -54,9 +54,12 @@ def read_split(
         if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":
             return _read_text_split(path, origin, name)
         raw_rows = read_file_rows(path)
+    elif folder_splits(path) is not None:
+        raw_rows = read_file_rows(path, name)
     elif path.is_dir():
         raise InputError(
-            f"{path}: this is a folder, not a data file (data for '{name}'){_hub_hint(origin)}.",
+            f"{path}: this is a folder without Parquet files or a data set of save_to_disk (data for"
+            f" '{name}'){_hub_hint(origin)}.",
             code="not-a-file",
             file=str(path),
         )

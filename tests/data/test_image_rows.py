@@ -31,6 +31,24 @@ def test_class_folders_are_labels(tmp_path):
     assert split.examples[0].text.endswith("dark/0.png")
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_metadata_of_image_folder_names_files_and_labels(kind, tmp_path):
+    images.write_class_folders(tmp_path / "data", 2)
+    names = [f"{name}/{number}.png" for number, name in enumerate(images.LABELS)]
+    rows = [{"file_name": name, "label": f"very {name[:4]}"} for name in names]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "csv":
+        text = "file_name,label\n" + "".join(",".join(row.values()) + "\n" for row in rows)
+    (tmp_path / "data" / f"metadata.{kind}").write_text(text)
+    split = images.read_rows(tmp_path / "data")
+    assert [e.label for e in split.examples] == [f"very {name[:4]}" for name in names]
+    assert split.examples[1].text == str(tmp_path / "data" / names[1])
+    (tmp_path / "data" / f"metadata.{kind}").write_text(text.replace("/1.png", "/9.png"))
+    with raises_code("missing-file") as caught:
+        images.read_rows(tmp_path / "data")
+    assert caught.value.file == str(tmp_path / "data" / f"metadata.{kind}")
+
+
 def test_archive_contains_all_images(tmp_path):
     path = images.write_archive(tmp_path / "train.npz", 3)
     split = images.read_rows(path)

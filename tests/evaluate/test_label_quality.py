@@ -28,7 +28,7 @@ from smelt.evaluate.label_quality import (
     score_regression,
     score_vectors,
 )
-from smelt.evaluate.metrics.metric import LabelSetSamples
+from smelt.evaluate.metrics.metric import LabelSetSamples, NumberSamples
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM, find_metric, metrics_of
 from smelt.evaluate.quality import score_choices, score_labels, score_responses, score_windows
 from smelt.evaluate.significance import compare_steps, wilson_interval
@@ -51,8 +51,8 @@ POOR_LOGITS = -LOGITS
 CLASSES = {"id2label": {"0": "no", "1": "yes"}}
 CLASS_ROWS = Split("rows", (Example("a", label="no"), Example("b", label="yes")))
 ERRORS = ("mse", "loss")
-REGRESSION_METRICS = METRICS_BY_PROBLEM["regression"]
-SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m not in ("cross_entropy", "loss")]
+REGRESSION_METRICS = [name for name in METRICS_BY_PROBLEM["regression"] if name in metrics_of(NumberSamples)]
+SKLEARN_SET_METRICS = [m for m in metrics_of(LabelSetSamples) if m not in ("cross_entropy", "loss", "map")]
 
 
 def sets(indicators):

@@ -61,7 +61,7 @@ def run_qa_features(tokenizer, example, limit, stride):
     return rows, labels
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "xlm_roberta"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "xlm_roberta", "deberta_v2"])
 @pytest.mark.parametrize("limit", [MAX_LENGTH, 32])
 def test_windows_and_labels_equal_run_qa(tmp_path, family, limit):
     folder = tmp_path / family

@@ -43,7 +43,7 @@ def ner_labels(tokenizer, words, classes, limit):
     return encoded["input_ids"], labels
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "xlm_roberta"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta", "xlm_roberta", "deberta_v2"])
 @pytest.mark.parametrize("limit", [512, 7])
 def test_ids_and_labels_equal_run_ner(tmp_path, family, limit):
     folder = tmp_path / family

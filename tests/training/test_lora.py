@@ -153,7 +153,7 @@ def test_adapters_of_every_family_start_at_zero_and_merge_exactly(family):
     adapters = LoraAdapters(model, LoraSettings(r=2))
     assert torch.equal(harness.logits(model), before)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    heads = ("classifier", "head", "pre_classifier", "bert.pooler", "albert.pooler")
+    heads = ("classifier", "head", "pre_classifier", "pooler", "bert.pooler", "albert.pooler")
     assert all("lora_" in name or name.startswith(heads) for name in trained)
     torch.manual_seed(0)
     with torch.no_grad():

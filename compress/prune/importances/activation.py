@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibration.samples import load_calibration_samples, model_outputs
-from smelt.compress.prune.importances.scores import ScoredModel, hidden_norms
+from smelt.compress.prune.importances.scores import ScoredModel, distance_norms, hidden_norms
 from smelt.runtimes.device import torch_device
 from smelt.tasks.samples import TensorBatch
 
@@ -55,7 +55,8 @@ def activation_scores(model: Any, width: int, batches: Iterable[TensorBatch]) ->
         batch_squares = by_sample.mean(dim=1).square().sum(dim=0).cpu()
         squares[norm] = squares.get(norm, torch.zeros(width, dtype=torch.float64)) + batch_squares
 
-    handles = [norm.register_forward_hook(see) for norm in hidden_norms(model)]
+    norms = [norm for norm in hidden_norms(model) if norm not in distance_norms(model)]
+    handles = [norm.register_forward_hook(see) for norm in norms]
     try:
         for _ in model_outputs(model, counted()):
             pass

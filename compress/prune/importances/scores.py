@@ -109,6 +109,13 @@ def hidden_norms(model: Any) -> list[nn.Module]:
     return [model.get_submodule(name) for name in hidden_norm_names(model) if name not in family.head_modules]
 
 
+def distance_norms(model: Any) -> list[nn.Module]:
+    """Return those of them that norm embeddings of distances, not states of a sample (DeBERTa)."""
+    family: Any = family_of(model)
+    streams = [stack.stream for stack in family.stacks(model.config.to_dict())]
+    return [model.get_submodule(stream.distance_norm) for stream in streams if stream.distance_norm]
+
+
 def score_on_labeled_samples(
     scored: ScoredModel,
     score: Callable[[Iterator[dict[str, torch.Tensor]]], ScoresT],

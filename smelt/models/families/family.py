@@ -73,6 +73,11 @@ class ResidualStream:
     """The linear layer from the embeddings, after their norm, to the hidden states, if there is one."""
     final_norm: str | None = None
     """The norm after the last block, if there is one."""
+    distance_embeddings: str | None = None
+    """The table of the embeddings of distances, [rows, width], which the layers of queries and keys of all
+    blocks read too (DeBERTa), if there is one."""
+    distance_norm: str | None = None
+    """The norm of these embeddings, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
     """Other tensors of the states, each with the axis of its width (patches of an image, its first token)."""
 
@@ -125,9 +130,11 @@ class Attention:
     scale_attribute: str | None = "scaling"
     """The attribute with the factor of the scores, or of the queries; "width" if it is the inverse root of
     the width; None if they are not scaled (T5)."""
-    relative_bias: Literal["handed_on", "given"] | None = None
+    relative_bias: Literal["handed_on", "given", "projected"] | None = None
     """A bias per head and distance is added to the scores: "handed_on" if a stack's first block computes it
-    and each returns it for the next, "given" if the model computes it."""
+    and each returns it for the next, "given" if the model computes it. "projected" if it is the products of
+    queries and keys with embeddings of distances, which the layers of keys and queries project
+    (`distance_rows`); the factor of all three products is the inverse root of three times the width."""
     rotary: bool = False
     """Whether queries and keys are rotated by their positions."""
     rotary_attribute: str | None = None
@@ -399,6 +406,10 @@ class Family:
     learning_rate: PublishedLearningRate
     """The default learning rate is derived from it."""
     layout_variants: tuple[LayoutVariant, ...] = ()
+    layout_config: Config = field(default_factory=dict)
+    """Config keys of the tiny model that shows the layout, where transformers' defaults are unsupported."""
+    width_keys: tuple[str, ...] = ()
+    """Other config keys that must equal the width of the hidden states."""
     attention_fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its attentions that the layout cannot show."""
     num_layers_fallback_key: str | None = None
@@ -455,6 +466,9 @@ class Family:
     """A source and a target in the notation of such a tokenizer."""
     relative_bias: Callable[[], RelativeBias] | None = None
     """Returns the implementation of `relative_bias` of its attentions (imports torch)."""
+    distance_rows: Callable[[Config], Any] | None = None
+    """From a config, for each distance from -f to f the row of the embeddings of distances, int64 tensor
+    [2 f + 1]; larger distances have the rows of the ends (imports torch)."""
     rotary_fraction: Callable[[Config], float] = lambda config: 1.0
     """From a config, the part of a head's channels that rotary positions rotate, the first ones."""
     rms_norm: RmsNormForm = RmsNormForm()
@@ -551,6 +565,7 @@ class Family:
         """Return `config` with another width of the hidden states, and of the embeddings if it is theirs."""
         projected = any(stack.stream.embedding_projection for stack in self.stacks(config))
         keys = {self.hidden_size_key, self.hidden_size_key if projected else self.embedding_size_key}
+        keys |= {key for key in self.width_keys if key in config}
         return {**config, **{key: size for key in keys if key}}
 
     def stack(self, config: Config, name: str) -> Stack | None:

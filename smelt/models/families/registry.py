@@ -24,6 +24,7 @@ from smelt.models.families import (
     albert,
     bart,
     bert,
+    deberta_v2,
     distilbert,
     electra,
     gemma,
@@ -55,7 +56,7 @@ from smelt.models.families import (
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
-_ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
+_ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, resnet)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
@@ -347,6 +348,15 @@ def hidden_norm_names(model: Any) -> list[str]:
 def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> None:
     """Follow the hidden states of one stack; `end` uses its output, empty if that is unknown."""
     stream, source = stack.stream, stack.stream.embedding_norm
+    if stream.distance_norm:  # its output is a second input of the layers of queries and keys
+        readers = [
+            layer
+            for block in _block_paths(collector.model, stack)
+            for part, attention in enumerate(stack.attentions)
+            if part not in skipped_parts(collector.model.get_submodule(block))
+            for layer in _join_paths(block, (attention.query, attention.key))
+        ]
+        collector.add(stream.distance_norm, readers, only=False)
     if source and stream.embedding_projection:
         collector.add(source, [stream.embedding_projection], only=True)
         source = None

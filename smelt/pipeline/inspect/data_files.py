@@ -11,7 +11,7 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.conll_rows import CONLL_SUFFIXES
-from smelt.data.csv_rows import read_file_rows
+from smelt.data.csv_rows import folder_splits, read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
 from smelt.data.prompt_rows import row_layout
@@ -63,9 +63,12 @@ def inspect_data(
         InputError: no such file, no data in a folder, two files for one split, or a required column is
         missing.
     """
-    files, subfolders = _data_files(paths, task)
-    splits = _assign_splits(files, subfolders, task)
-    first_path = next((path for name, path in splits.items() if name != "calibration"), files[0])
+    splits = _splits_of_folder(paths[0], task) if len(paths) == 1 else None
+    if splits is None:
+        splits = _assign_splits(*_data_files(paths, task), task)
+    first_path = next(
+        (path for name, path in splits.items() if name != "calibration"), next(iter(splits.values()))
+    )
     renamed_columns = _renamed_columns(first_path, task, columns or {})  # calibration samples may lack labels
     shares, messages = {}, []
     if "test" not in splits and "train" in splits:
@@ -79,12 +82,26 @@ def inspect_data(
     elif "test" not in splits:
         if "validation" not in splits:
             raise InputError(
-                f"--data: no file for test among {', '.join(p.name for p in files)}. Add one.",
+                f"--data: no file for test among {', '.join(p.name for p in splits.values())}. Add one.",
                 code="missing-data",
             )
         splits["test"] = splits["validation"]
         messages.append("no file for test, so validation is scored; separate test samples are better")
     return DataInfo(splits, renamed_columns, shares, tuple(messages))
+
+
+def _splits_of_folder(folder: Path, task: Task) -> dict[str, Path] | None:
+    """Return the splits of a folder of a data set of texts; None if it is none, or has a file for each split.
+
+    A split of `save_to_disk` is a folder; one of several Parquet files is the folder of all.
+    """
+    names = folder_splits(folder) if task_traits(task).modality == "text" else None
+    files = [*folder.glob("*.parquet")] if names is not None else []
+    if names is None or (files and len(files) in (1, len(names))):
+        return None
+    if files:
+        return {name: folder for name in names if name in _SPLIT_WORDS} or {"train": folder}
+    return {split: folder / name for name in names if (split := _split_in_name(name))} or {"train": folder}
 
 
 def _data_files(paths: Sequence[Path], task: Task) -> tuple[list[Path], set[Path]]:

@@ -13,6 +13,7 @@ from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info, warning
 from smelt.core.system import install_command, package_problem
+from smelt.data.csv_rows import folder_splits
 from smelt.data.splits import Split
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.custom_metric import load_custom_metric
@@ -43,7 +44,7 @@ def read_data(context: CheckContext) -> Iterator[Finding]:
             continue
         try:
             path = resolve_path(recipe.base, origin)
-            if _is_hub_dataset(origin, path) or (path.is_file() and path.stat().st_size > _EAGER_READ_BYTES):
+            if _is_hub_dataset(origin, path) or _bytes_to_read(path) > _EAGER_READ_BYTES:
                 continue
             if readable or not path.exists():
                 splits |= read_split_source(recipe, name)
@@ -55,6 +56,14 @@ def read_data(context: CheckContext) -> Iterator[Finding]:
         except (OSError, RuntimeError, ValueError) as error:  # such as an invalid file name
             yield ("data", name), error_message("unreadable-file", f"cannot be read: {error}.")
     context.splits = splits if readable else {}
+
+
+def _bytes_to_read(path: Path) -> int:
+    """Return the size of a file, or of a folder of a data set; 0 for other folders."""
+    if path.is_file():
+        return path.stat().st_size
+    is_dataset = folder_splits(path) is not None
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if is_dataset else 0
 
 
 def _is_hub_dataset(origin: str, path: Path) -> bool:

@@ -136,7 +136,7 @@ def test_masked_norms_equal_reference(family):
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["opt", "marian"])
+@pytest.mark.parametrize("family", ["opt", "marian", "deberta-v2"])
 def test_training_masks_close_same_channels_in_all_states(family):
     masks, model, _ = learned_mask_models.masks_of_family(family)
     with torch.no_grad():

@@ -96,7 +96,7 @@ def test_default_importance_depends_on_targets():
 
 def test_models_with_fixed_width_are_rejected(tmp_path):
     fixed = fixed_width_error({"model_type": "resnet"}, "image-classification")
-    strange = fixed_width_error({"model_type": "deberta-v2"}, "text-classification")
+    strange = fixed_width_error({"model_type": "roformer"}, "text-classification")
     assert message_codes([fixed, strange]) == ["does-not-fit-model", "unsupported-family"]
     assert fixed_width_error({"model_type": "bert"}, "text-classification") is None
     split = Split("pairs.jsonl", (Example("a"), Example("b")))

@@ -51,7 +51,9 @@ def test_head_weights_equal_dependency_graph(traced):
     for parts in attentions:
         # a bias by distance is added to the scores of all that have it: they lose the same heads, or none
         together = [
-            a for a in attentions if parts.relative_bias and not parts.cross and related(parts, a)
+            a
+            for a in attentions
+            if parts.relative_bias in ("handed_on", "given") and not parts.cross and related(parts, a)
         ] or [parts]
         expected = set()
         for attention in together:

@@ -50,6 +50,8 @@ def test_consumers_read_exact_output_of_norm(model):
             name
             for name, inputs in linear_inputs.items()
             if not addresses.isdisjoint(x.data_ptr() for x in inputs)
+            # DeBERTa multiplies its embeddings by the mask, which is 1 here
+            or any(torch.equal(x, output) for x in inputs for output in norm_outputs[feed.norm])
         }
         if scale != 1.0 and feed.consumers == ("lm_head",):
             assert torch.equal(linear_inputs["lm_head"][0], norm_outputs[feed.norm][0] * scale)

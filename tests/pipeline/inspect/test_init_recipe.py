@@ -310,7 +310,7 @@ def test_init_recipe_runs_unchanged(tmp_path, models, monkeypatch):
     assert {step["status"] for step in steps.values()} == {"done"}
 
 
-@pytest.mark.parametrize("kind", ["deberta-v2", "gemma3", "umt5", "llava"])
+@pytest.mark.parametrize("kind", ["roformer", "gemma3", "umt5", "llava"])
 def test_unknown_family_is_reported_without_suggesting_unrelated_one(tmp_path, models, kind):
     folder = tmp_path / "m"
     folder.mkdir()

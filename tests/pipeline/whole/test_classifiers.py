@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM
+from smelt.evaluate.metrics.ranking import RankedSamples
+from smelt.evaluate.metrics.registry import DEFAULTS_BY_PROBLEM, METRICS_BY_PROBLEM, metrics_of
 from tests.support import harness
 from tests.support.expected_errors import command_error, error_codes
 from tests.support.models import classifiers, tiny
@@ -85,7 +86,10 @@ def test_classifier_pipeline_reports_metrics_of_problem_type(chain):
         if problem != REGRESSION:
             metric = "accuracy" if problem == SINGLE_LABEL else "subset_accuracy"
             assert step["quality"]["own_classes:same"]["value"] == step["quality"][metric]["value"]
-        assert all(score["n"] == 8 for score in step["quality"].values())
+        counts = {name: score["n"] for name, score in step["quality"].items()}
+        by_query = metrics_of(RankedSamples)
+        assert {n for name, n in counts.items() if name not in by_query} == {8}
+        assert all(0 < n <= 8 for name, n in counts.items() if name in by_query)
     assert steps["onnx"]["against_baseline"].keys() == {*METRICS_BY_PROBLEM[problem], "own_classes:same"}
     assert [m for m, s in steps["onnx"]["quality"].items() if not s["higher_is_better"]] == (
         ["mse" if problem == REGRESSION else "cross_entropy", "loss"]

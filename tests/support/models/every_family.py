@@ -93,6 +93,7 @@ MODELS: dict[str, TinyFamily] = {
     "mpnet": TinyFamily(STACK, config=ENCODER_CONFIG | {"relative_attention_num_buckets": 32}),
     "xlm-roberta": TinyFamily(STACK, config=ENCODER_CONFIG | {"type_vocab_size": 1}, like="bert"),
     "albert": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 16}),
+    "deberta-v2": TinyFamily(STACK, config=ENCODER_CONFIG | dict(FAMILIES["deberta-v2"].layout_config)),
     "electra": TinyFamily(STACK, config=ENCODER_CONFIG | {"embedding_size": 32}, like="bert"),
     "gpt2": TinyFamily(("n_layer",), partial(causal.write_model, family="gpt2", n_embd=64)),
     "opt": TinyFamily(STACK, config=OPT_CONFIG),

@@ -124,6 +124,15 @@ def xlm_roberta(folder: Path, texts: Texts, size: int) -> Path:
     return _write_config(folder, "xlm-roberta", "XLMRobertaTokenizer")
 
 
+def deberta_v2(folder: Path, texts: Texts, size: int) -> Path:
+    """DeBERTa-v3, whose SentencePiece model has the special tokens except for the mask."""
+    _write_sentencepiece(
+        folder / "spm.model", texts, size, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+        pad_piece="[PAD]", bos_piece="[CLS]", eos_piece="[SEP]", unk_piece="[UNK]",
+    )  # fmt: skip
+    return _write_config(folder, "deberta-v2", "DebertaV2Tokenizer", do_lower_case=False, vocab_type="spm")
+
+
 def llama(folder: Path, texts: Texts, size: int) -> Path:
     """Llama 2: SentencePiece BPE that falls back on bytes, a first token before each text."""
     _write_sentencepiece(folder / "tokenizer.model", texts, 259 + size, kind="bpe", byte_fallback=True)
@@ -179,6 +188,7 @@ MAKERS: dict[str, Callable[[Path, Texts, int], Path]] = {
         distilbert,
         roberta,
         xlm_roberta,
+        deberta_v2,
         gpt2,
         opt,
         llama,

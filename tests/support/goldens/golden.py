@@ -153,7 +153,9 @@ def _load_arrays(path: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     tensors = load_file(path)
-    return {n: (t.float() if t.dtype == torch.float8_e8m0fnu else t).numpy() for n, t in tensors.items()}
+    return {
+        n: (t.float() if t.is_floating_point() and t.itemsize == 1 else t).numpy() for n, t in tensors.items()
+    }
 
 
 def _model_fingerprint(out: Path, trained_from: Path | None) -> dict[str, Any]:

@@ -148,8 +148,7 @@ def _run_on_graph(case: Case, folder: Path) -> tuple[Path, Path]:
 
 
 def _load_arrays(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file; powers of two of one byte, which numpy does not have, as float32."""
-    import torch
+    """Return the tensors of a file; floats of one byte, which numpy does not have, as float32."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
+from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
@@ -468,6 +469,8 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.parity.references import run_reference
     from smelt.generation.generating_runners import is_causal
 
+    from smelt.models.image_text_model import graph_settings
+
     model = parent.backend.model
     has_shortlist = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step return all logits
@@ -483,7 +486,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
     overflow_batches = overflow_samples(parent, source, ctx) if graph_dtype == "fp16" else []
     graphs = fix_shapes(
-        model_graphs(model, reference.batch.size if ctx.traits.modality == "image" else None), shape
+        model_graphs(model, reference.batch.size if ctx.traits.reads_images else None), shape
     )
     int8 = settings.kv_cache == "int8"
     if int8:
@@ -513,6 +516,8 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
     _copy_configs(source, ctx.out)
+    if logit_settings := graph_settings(model):
+        write_json(ctx.out / "config.json", read_json_object(ctx.out / "config.json") | logit_settings)
     exported_model = ExportedModel(
         ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
     )

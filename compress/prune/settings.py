@@ -272,6 +272,7 @@ class PruneSettings(Settings):
 _FIXED_WIDTH_REASONS = {
     "embedding": "the embeddings of a sentence embedder are its hidden states, and narrower embeddings cannot"
     " be compared with stored ones",
+    "joint-embeddings": "the two towers of the model have hidden states of their own",
     "masked-tokens": "the layers between the hidden states and the output of a masked language model cannot"
     " be narrowed",
 }

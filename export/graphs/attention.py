@@ -292,13 +292,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 class AttentionModule:
     """An attention module of a model.
 
-    parts: the names that its parts have in the model. window: see `Family.window`.
+    parts: the names that its parts have in the model. window: see `Family.window`. causal: whether no token of
+    an encoder attends to a later one.
     """
 
     module: Any
     parts: Attention
     family: Family
     window: int | None = None
+    causal: bool = False
 
     def projection(self, name: str) -> Any:
         """Return the projection `name` of the model; None if the module itself does not compute it."""
@@ -365,7 +367,7 @@ def attention_modules(
 
     Args:
         model: a model of a supported family.
-        stack: only those of this stack (`encoder_layers`, `decoder_layers`).
+        stack: only those of this stack, as named in settings.
         cross: only cross-attention, or only self-attention.
 
     Raises:
@@ -378,7 +380,13 @@ def attention_modules(
             code="unsupported-family",
         )
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family, block.window)
+        AttentionModule(
+            model.get_submodule(parts.name),
+            parts,
+            family,
+            block.window,
+            block.stack.causal and family.architecture == "encoder",
+        )
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions
@@ -441,6 +449,8 @@ def _attend(
         cos, sin = also_unused["position_embeddings"]
         query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
     bias = None if attention.window is None else _window_bias(attention.window, query)
+    if attention.causal:
+        bias = _causal_bias(query)
     return _self_attention(attention, scope, (query, key, value), bias), None
 
 
@@ -526,6 +536,12 @@ def _window_bias(window: int, query: Tensor) -> Tensor:
     positions = torch.arange(query.shape[1])
     is_outside = (positions[:, None] - positions[None, :]).abs() > window
     return (is_outside.to(query.dtype) * MASK_VALUE)[None, None]
+
+
+def _causal_bias(query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that masks later tokens."""
+    positions = torch.arange(query.shape[1])
+    return ((positions[:, None] < positions[None, :]).to(query.dtype) * MASK_VALUE)[None, None]
 
 
 def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:

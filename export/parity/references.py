@@ -51,6 +51,7 @@ from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
+from smelt.runtimes.image_text import IMAGE_EMBEDS, TEXT_EMBEDS
 from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]
@@ -101,7 +102,8 @@ LOGITS_TOLERANCES = {
     # tiny models in ONNX Runtime, 0.03 to 0.087 in OpenVINO, where int8 itself was 0.06 to 0.09 off
     INT8_CONVOLUTIONS: Tolerance(max_difference=None, mean_difference=0.2),
 }
-# of a sentence's vector
+# of the vector of a text or an image
+VECTOR_OUTPUTS = (EMBEDDING_OUTPUT, IMAGE_EMBEDS, TEXT_EMBEDS)
 VECTOR_TOLERANCES = LOGITS_TOLERANCES | {
     kind: Tolerance(None, scheme.embedding_tolerance) for kind, scheme, _ in _SCHEME_KINDS
 }
@@ -139,7 +141,7 @@ def check_output(
     std = float(np.std(expected, dtype=np.float64)) or 1.0
     off = np.abs(expected.astype(np.float64) - got) / std
     differences = {"largest": float(off.max()), "mean": float(off.mean())}
-    tolerance = (VECTOR_TOLERANCES if output == EMBEDDING_OUTPUT else LOGITS_TOLERANCES)[kind]
+    tolerance = (VECTOR_TOLERANCES if output in VECTOR_OUTPUTS else LOGITS_TOLERANCES)[kind]
     for name, limit in (("largest", tolerance.max_difference), ("mean", tolerance.mean_difference)):
         if limit is not None and differences[name] > limit:
             raise ParityError(
@@ -280,7 +282,7 @@ def run_exact(model: Any, reference: TorchReference) -> ExactReference:
 def _run_single_pass(model: Any, batch: Batch | FeedBatch) -> FloatArray:
     if isinstance(batch, FeedBatch):
         inputs = {name: torch.from_numpy(value) for name, value in batch.feeds.items()}
-        logits: FloatArray = model(**inputs).logits.numpy()
+        logits: FloatArray = head_output(model(**inputs)).numpy()
         return logits
     ids, mask = _tensors(batch)
     types = {}

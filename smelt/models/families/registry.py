@@ -24,6 +24,7 @@ from smelt.models.families import (
     albert,
     bart,
     bert,
+    clip,
     distilbert,
     electra,
     gemma,
@@ -45,6 +46,7 @@ from smelt.models.families import (
     qwen3,
     resnet,
     roberta,
+    siglip,
     smollm3,
     starcoder2,
     t5,
@@ -52,16 +54,17 @@ from smelt.models.families import (
     vit,
     xlm_roberta,
 )
-from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
+from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack, config_value
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
+_IMAGE_TEXT_MODULES = (clip, siglip)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
+    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES, *_IMAGE_TEXT_MODULES)
 }
 # The names of the families for each task.
 FAMILIES_BY_TASK: dict[Task, tuple[str, ...]] = {
@@ -104,6 +107,12 @@ def reads_images(config: Config) -> bool:
     """Return whether the model of a Hugging Face config takes images instead of texts."""
     family = find_family(config)
     return family is not None and family.input_kind == "images"
+
+
+def reads_images_and_texts(config: Config) -> bool:
+    """Return whether the model of a config takes images and texts, each in a tower of its own."""
+    family = find_family(config)
+    return family is not None and family.input_kind == "images-and-texts"
 
 
 def reads_arrays(config: Config) -> bool:
@@ -498,7 +507,7 @@ def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
 def _feed_forward_output_input(model: Any, part: FeedForward, config: dict[str, Any]) -> SharedInput:
     """Return the input of the last linear layer of a feed-forward part, if gated or after ReLU."""
     if part.gate is None:
-        is_scale_invariant = config.get(part.activation_key) in _SCALE_INVARIANT
+        is_scale_invariant = config_value(config, part.activation_key) in _SCALE_INVARIANT
         return SharedInput((part.down,), part.up if is_scale_invariant else None)
     is_ungated, first = (
         (part.gate, part.gate_first) if part.activated_layer == "up" else (part.up, not part.gate_first)

@@ -254,12 +254,15 @@ def write_graphs(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Write all graphs; return by graph the details for the report, and the modules of its nodes."""
     batch = reference.batch
-    tokens = None if isinstance(batch, FeedBatch) else batch.input_ids[batch.attention_mask == 1]
+    tokens = batch.feeds.get("input_ids") if isinstance(batch, FeedBatch) else batch.input_ids
+    if tokens is not None:
+        tokens = tokens.flatten() if isinstance(batch, FeedBatch) else tokens[batch.attention_mask == 1]
     details: dict[str, dict[str, Any]] = {}
     modules_by_graph: dict[str, dict[str, str]] = {}
     for graph_index, graph in enumerate(graphs):
         ctx.progress(graph_index, len(graphs) + 1, graph.name)
-        details[graph.name] = _write_graph(graph, settings, tokens, ctx, modules_by_graph)
+        graph_tokens = tokens if "input_ids" in graph.input_names else None
+        details[graph.name] = _write_graph(graph, settings, graph_tokens, ctx, modules_by_graph)
     return details, modules_by_graph
 
 

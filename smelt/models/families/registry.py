@@ -220,6 +220,10 @@ def model_attentions(model: Any) -> list[Attention]:
 
 def token_lookup_modules(model: Any) -> list[Any]:
     """Return the modules that look up token ids, of any type."""
+    family = family_of(model)
+    if family is not None and family.towers:
+        tables = [table for stack in family.stacks(model.config.to_dict()) for table in stack.stream.embeddings]
+        return [model.get_submodule(table.rpartition(".")[0]) for table in tables[:1]]
     modules = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
         modules += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]

@@ -455,7 +455,7 @@ class Onnx(Stage[OnnxSettings]):
             sorted(ctx.out.glob("*.onnx"))
         )
         copy_tokenizer(src.path, ctx.out)
-        if ctx.traits.modality == "text":
+        if ctx.traits.tokenizes:
             add_tokenizer(src.path, ctx)
 
 

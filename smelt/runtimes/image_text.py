@@ -219,6 +219,32 @@ def match_probabilities(
     return np.asarray(exponentials / exponentials.sum(axis=-1, keepdims=True))
 
 
+def match_texts(
+    runner: Any,
+    images: Sequence[ImageSource],
+    texts: Sequence[str],
+    batch_size: int = 32,
+    on_truncate: OnTruncate | None = None,
+) -> list[dict[str, float]]:
+    """Return for each image the probability of each of `texts`, best first; see `match_probabilities`.
+
+    Raises:
+        InputError: as `embed_images` and `embed_captions`; a text occurs twice.
+    """
+    if len(set(texts)) < len(texts):
+        raise InputError("The same text occurs twice. Remove it.", code="repeated-text")
+    scale, bias = logit_terms(runner)
+    vectors = embed_captions(runner, texts, batch_size, on_truncate).astype(np.float64)
+    cosines = embed_images(runner, images, batch_size).astype(np.float64) @ vectors.T
+    probabilities = match_probabilities(cosines, scale, bias)
+    return [ranked_texts(texts, row) for row in probabilities]
+
+
+def ranked_texts(texts: Sequence[str], values: NDArray[np.float64]) -> dict[str, float]:
+    """Return the value of each text, the highest first."""
+    return {texts[i]: float(values[i]) for i in np.argsort(-values, kind="stable")}
+
+
 def read_image_text_processor(folder: Path) -> ImageTextProcessor:
     """Return tokenizer and image processor of the model in `folder`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
+from smelt.core.messages import CONTROL_ESCAPES
 from smelt.data.examples import missing_column, nonempty_text, parse_image
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.spec import PackageClass, TaskSpec
@@ -31,7 +31,7 @@ class ImageText(TaskSpec):
     optional_roles = ("text", "label")
     input_roles = ("image", "text")
     method = "match"
-    command_input = "--data ROWS.jsonl"
+    command_input = "$'IMAGE.png\\ta photo of a cat\\ta photo of a dog'"
     service_input = '{"image": "BASE64 OF A FILE", "text": ["a photo of a cat", "a photo of a dog"]}'
     call = "image file and texts to probabilities"
     call_includes = "reading, decoding and resizing files, and tokenizing, are"
@@ -63,6 +63,17 @@ class ImageText(TaskSpec):
         if text is None and columns.text not in row:
             raise missing_column(row, columns.text, location, "text")
         return Example(image, text_pair=nonempty_text(row, columns.text, location, "text"), label=label)
+
+    def parse_argument(self, text: str) -> Example:
+        """Return the image and the texts of a line, separated by tabs; of several texts one is chosen."""
+        image, *texts = text.split("\t")
+        if not texts or not all(item.strip() for item in texts) or len(set(texts)) < len(texts):
+            raise InputError(
+                f"expected an image file and a text or several different ones, separated by tabs, got"
+                f" {repr(text)[:80]}.",
+                code="wrong-value",
+            )
+        return Example(image, choices=tuple(texts)) if len(texts) > 1 else Example(image, text_pair=texts[0])
 
     def check_examples(self, examples: Sequence[Example], columns: Columns) -> None:
         """Require that all samples have a label or none."""
@@ -124,7 +135,13 @@ class ImageText(TaskSpec):
 
         Of a single text the value is the cosine of both embeddings.
         """
-        from smelt.runtimes.image_text import embed_captions, embed_images, logit_terms, match_probabilities
+        from smelt.runtimes.image_text import (
+            embed_captions,
+            embed_images,
+            logit_terms,
+            match_probabilities,
+            ranked_texts,
+        )
 
         texts = [list(e.choices) or [str(e.text_pair)] for e in examples]
         names = [f"row {e.row}" if e.row else e.text for e in examples]
@@ -137,13 +154,13 @@ class ImageText(TaskSpec):
             values = np.stack([by_text[text] for text in candidates]) @ image
             if example.choices:
                 values = match_probabilities(values, scale, bias)
-            results.append({candidates[i]: float(values[i]) for i in np.argsort(-values, kind="stable")})
+            results.append(ranked_texts(candidates, values))
         return results
 
     def result_line(self, result: dict[str, float]) -> str:
         """Return the best text, a tab, and its value."""
         text, value = next(iter(result.items()))
-        return f"{json.dumps(text, ensure_ascii=False)}\t{value:.4f}"
+        return f"{text.translate(CONTROL_ESCAPES)}\t{value:.4f}"
 
     def result_fields(self, result: dict[str, float]) -> dict[str, Any]:
         """Return the best text and the value of each."""

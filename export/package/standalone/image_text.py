@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from smelt.export.package.standalone.finite_outputs import finite_outputs
-from smelt.export.package.standalone.image_classification import preprocess_image
+from smelt.export.package.standalone.image_files import preprocess_image
 from smelt.export.package.standalone.json_values import describe_value
 from smelt.export.package.standalone.session import open_graph, run_command_line
 from smelt.export.package.standalone.tokenizers_reader import Tokenizer

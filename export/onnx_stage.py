@@ -392,6 +392,12 @@ class Onnx(Stage[OnnxSettings]):
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
+        if task_traits(task).modality == "image-text":
+            exported_forms = {"target": ("ort-cpu", "openvino"), "dtype": ("fp32",)}
+            for name, supported in exported_forms.items():
+                if (value := getattr(settings, name)) not in supported:
+                    text = f"{value}: {task} is exported for {' or '.join(supported)} only."
+                    errors.append(error_message("unsupported-task", text, setting=name))
         if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
             text = (
                 f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
@@ -472,8 +478,6 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     from smelt.export.parity.references import run_reference
     from smelt.generation.generating_runners import is_causal
 
-    from smelt.models.image_text_model import graph_settings
-
     model = parent.backend.model
     has_shortlist = getattr(parent, "shortlist", None) is not None
     parent.shortlist = None  # the graphs of a step return all logits
@@ -488,9 +492,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     shape = _fix_parent_shape(parent, settings)
     reference = run_reference(parent, _parity_batch(parent, source, ctx))
     overflow_batches = overflow_samples(parent, source, ctx) if graph_dtype == "fp16" else []
-    graphs = fix_shapes(
-        model_graphs(model, reference.batch.size if ctx.traits.reads_images else None), shape
-    )
+    graphs = fix_shapes(model_graphs(model, reference.batch.size if ctx.traits.reads_images else None), shape)
     int8 = settings.kv_cache == "int8"
     if int8:
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
@@ -518,9 +520,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
-    _copy_configs(source, ctx.out)
-    if logit_settings := graph_settings(model):
-        write_json(ctx.out / "config.json", read_json_object(ctx.out / "config.json") | logit_settings)
+    _copy_configs(source, ctx.out, model)
     exported_model = ExportedModel(
         ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
     )
@@ -540,12 +540,15 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
 
 
-def _copy_configs(source: Path, folder: Path) -> None:
+def _copy_configs(source: Path, folder: Path, model: Any) -> None:
     from smelt.export.parity.references import RUNNER_FILES
+    from smelt.models.image_text_model import graph_settings
 
     for name in RUNNER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if settings := graph_settings(model):
+        write_json(folder / "config.json", read_json_object(folder / "config.json") | settings)
 
 
 def require_room_for_text(length: int | None, folder: Path) -> None:

@@ -103,11 +103,7 @@ class LossWeights(Settings):
             )
             for name in unknown
         ]
-        if (
-            task_traits(task).embeds
-            and not any(self.vector_weights().values())
-            and not self.inner_weights()
-        ):
+        if task_traits(task).embeds and not any(self.vector_weights().values()) and not self.inner_weights():
             errors.append(
                 error_message("no-loss", "all weights are 0; at least one must be above 0.", setting="losses")
             )
@@ -328,11 +324,7 @@ class DistillSettings(TechniqueTrainingSettings):
         (measured: docs/measurements/rates.md). Without a loss on the teacher's outputs, labels have weight,
         so that the output is trained in addition to inner states.
         """
-        if (
-            self.losses.labels is not None
-            or self.phases is not None
-            or task_traits(task).embeds
-        ):
+        if self.losses.labels is not None or self.phases is not None or task_traits(task).embeds:
             return self
         if task_traits(task).output == "arrays":
             # outputs count as logits only where a setting names them

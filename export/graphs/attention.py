@@ -292,8 +292,8 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 class AttentionModule:
     """An attention module of a model.
 
-    parts: the names that its parts have in the model. window: see `Family.window`. causal: whether no token of
-    an encoder attends to a later one.
+    parts: the names that its parts have in the model. window: see `Family.window`. causal:
+    whether no token of an encoder attends to a later one.
     """
 
     module: Any

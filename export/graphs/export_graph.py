@@ -350,10 +350,9 @@ def model_graphs(model: Any, image_size: tuple[int, int] | None = None) -> list[
     kind = family.architecture if family else None
     if isinstance(model, UserModuleForArrays):
         return [_arrays_graph(model)]
-    if family and family.input_kind == "images":
-        return [_image_graph(model, image_size)]
-    if family and family.towers:
-        return two_tower_graphs(model, _required_size(image_size))
+    if family and family.input_kind in ("images", "images-and-texts"):
+        size = _required_size(image_size)
+        return two_tower_graphs(model, size) if family.towers else [_image_graph(model, size)]
     if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
@@ -389,8 +388,7 @@ def _required_size(size: tuple[int, int] | None) -> tuple[int, int]:
     return size
 
 
-def _image_graph(model: Any, image_size: tuple[int, int] | None) -> GraphSpec:
-    size = _required_size(image_size)
+def _image_graph(model: Any, size: tuple[int, int]) -> GraphSpec:
     fold_batch_norms(model)
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     return GraphSpec(

@@ -354,7 +354,7 @@ def _compare(
 
 
 def _compare_independent(runner: Any, expected: Any, outputs: Any, kind: str) -> DifferencesByGraph:
-    """Compare the outputs of graphs that are called alone, which are concatenated in the order of the calls."""
+    """Compare the outputs of graphs that are called alone, concatenated in the order of the calls."""
     graphs = runner.graphs.call_order
     parts = zip(np.split(expected, len(graphs)), np.split(outputs, len(graphs)), strict=True)
     differences: DifferencesByGraph = {}

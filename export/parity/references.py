@@ -49,9 +49,9 @@ from smelt.models.tokenizer import uses_token_types
 from smelt.quantization.layers import QuantizedActivation, QuantizedConv2d, QuantizedLinear
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
+from smelt.runtimes.image_text import IMAGE_EMBEDS, TEXT_EMBEDS
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
-from smelt.runtimes.image_text import IMAGE_EMBEDS, TEXT_EMBEDS
 from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
 
 FloatArray = NDArray[np.floating[Any]]

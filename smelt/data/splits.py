@@ -113,7 +113,17 @@ class Columns(BaseModel):
     text: str = Field(
         default="text",
         description="text",
-        examples=["text", "sentence", "sentence1", "premise", "question", "content", "review", "document", "caption"],
+        examples=[
+            "text",
+            "sentence",
+            "sentence1",
+            "premise",
+            "question",
+            "content",
+            "review",
+            "document",
+            "caption",
+        ],
     )
     text_pair: str = Field(
         default="text_b", description="second text", examples=["text_b", "sentence2", "hypothesis", "answer"]

@@ -40,7 +40,8 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
     Args:
         model: float, in eval mode; it is not changed.
         size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
-            image height and width, to which a model of images and texts gets one text of its limit; not used for arrays, whose config has their sizes.
+            image height and width, to which a model of images and texts gets a text as long as its limit;
+            not used for arrays, whose config has their sizes.
 
     Raises:
         RunError: `module-failed`: a user's module raises an error; `data-dependent-forward`: it reads values.

@@ -106,7 +106,8 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor | None, rules: SentenceRules
 def head_output(output: Any) -> Tensor:
     """Return the output of a transformers model's head: logits, or the vectors of texts.
 
-    Those of images and texts are float [2 B, D], the images' first. Logits of spans are float [B, L, 2], for each token those of a start and of an end.
+    Those of images and texts are float [2 B, D], the images' first. Logits of spans are float [B, L, 2], for
+    each token those of a start and of an end.
     """
     if has_span_logits(output):
         return torch.stack([output.start_logits, output.end_logits], dim=-1)

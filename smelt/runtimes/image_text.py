@@ -151,7 +151,9 @@ def embed_images(
         return vectors
 
     results: dict[int, NDArray[np.float32]] = {}
-    batches = [range(start, min(len(images), start + batch_size)) for start in range(0, len(images), batch_size)]
+    batches = [
+        range(start, min(len(images), start + batch_size)) for start in range(0, len(images), batch_size)
+    ]
     for indices, vectors in map_batches(embed, batches, runner.workers):
         results.update(zip(indices, vectors, strict=True))
         progress(indices.stop, len(images), "images")

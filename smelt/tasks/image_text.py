@@ -54,8 +54,12 @@ class ImageText(TaskSpec):
     def parse_row(
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool
     ) -> Example:
-        """Return the sample of a row, as `TaskSpec.parse_row`; a list as its text are texts to choose from."""
-        image, text, label = parse_image(row, location, columns), row.get(columns.text), _label(row, location, columns)
+        """Return the sample of a row, as `TaskSpec.parse_row`; of a list of texts one is to be chosen."""
+        image, text, label = (
+            parse_image(row, location, columns),
+            row.get(columns.text),
+            _label(row, location, columns),
+        )
         if isinstance(text, list):
             return Example(image, choices=_candidates(text, location, columns.text), label=label)
         if text is None and label is not None and "text" not in columns.model_fields_set:

@@ -89,7 +89,7 @@ def test_older_config_files_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "code"), [
-    ({"image_processor_type": "CLIPImageProcessor"}, UNSUPPORTED),
+    ({"image_processor_type": "DetrImageProcessor"}, UNSUPPORTED),
     ({"size": {"longest_edge": 3}}, "wrong-value"), ({"size": {"height": 0, "width": 4}}, "wrong-value"),
     ({"image_std": [0, 1, 1]}, "wrong-value"), ({"resample": "cubic"}, "wrong-value"),
     ({"rescale_factor": -1}, "wrong-value"), ({"do_pad": True}, UNSUPPORTED),

@@ -12,7 +12,12 @@ from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import blocks_of
 from smelt.models.image_text_model import embedding_width
-from smelt.runtimes.image_text import ImageTextBatch, match_probabilities, match_texts, read_image_text_processor
+from smelt.runtimes.image_text import (
+    ImageTextBatch,
+    match_probabilities,
+    match_texts,
+    read_image_text_processor,
+)
 from smelt.runtimes.registry import open_folder
 from smelt.tasks.image_text import CAPTION_TEMPLATE, TASK, captions, class_embeddings
 from smelt.tasks.read_split import read_split

@@ -17,6 +17,7 @@ from smelt.export.package.standalone.image_files import preprocess_image
 from smelt.export.package.standalone.json_values import describe_value
 from smelt.export.package.standalone.session import open_graph, run_command_line
 
+
 class ImageClassifier:
     """ImageClassifier(folder)(images) -> (label, probabilities) of each image.
 

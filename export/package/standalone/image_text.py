@@ -1,7 +1,7 @@
-"""Texts that match images, with onnxruntime, numpy, Pillow and tokenizers: python infer.py LINE, or lines on stdin.
+"""Texts that match images, with onnxruntime, numpy, Pillow and tokenizers: python infer.py LINE, or stdin.
 
-A line is the file of an image and texts, separated by tabs. The best text is printed with its probability among
-the texts; of a single text the cosine similarity with the image.
+A line is the file of an image and texts, separated by tabs. The best text is printed with its probability
+among the texts; of a single text the cosine similarity with the image.
 """
 
 from __future__ import annotations

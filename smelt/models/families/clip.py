@@ -28,15 +28,24 @@ FAMILY = Family(
     input_kind="images-and-texts",
     towers=(
         Tower(
-            "vision_layers", "vision_model", "vision_config", "clip_vision_model", "CLIPVisionModel", "images",
-            ("visual_projection",),
+            stack="vision_layers",
+            module="vision_model",
+            config_key="vision_config",
+            model_type="clip_vision_model",
+            class_name="CLIPVisionModel",
+            input_kind="images",
         ),
         Tower(
-            "text_layers", "text_model", "text_config", "clip_text_model", "CLIPTextModel", "texts", ("text_projection",),
+            stack="text_layers",
+            module="text_model",
+            config_key="text_config",
+            model_type="clip_text_model",
+            class_name="CLIPTextModel",
+            input_kind="texts",
         ),
     ),
     embedding_width_key="projection_dim",
     position_encoding=PositionEncoding("text_config.max_position_embeddings"),
     unused_tensors=(r".+\.position_ids",),
     unsupported_config=unsupported_config,
-)  # fmt: skip
+)

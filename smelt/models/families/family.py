@@ -348,8 +348,6 @@ class Tower:
     class_name: str
     """The class of transformers that it has alone."""
     input_kind: Literal["texts", "images"]
-    head_modules: tuple[str, ...]
-    """The modules in the whole model between its last norm and its embedding."""
     example: Config = field(default_factory=dict)
     """Config keys of the tiny model that shows its layout."""
     pads_to_limit: bool = False

@@ -64,7 +64,13 @@ _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES, *_IMAGE_TEXT_MODULES)
+    for module in (
+        *_SEQ2SEQ_MODULES,
+        *_ENCODER_MODULES,
+        *_DECODER_MODULES,
+        *_IMAGE_MODULES,
+        *_IMAGE_TEXT_MODULES,
+    )
 }
 # The names of the families for each task.
 FAMILIES_BY_TASK: dict[Task, tuple[str, ...]] = {
@@ -222,7 +228,9 @@ def token_lookup_modules(model: Any) -> list[Any]:
     """Return the modules that look up token ids, of any type."""
     family = family_of(model)
     if family is not None and family.towers:
-        tables = [table for stack in family.stacks(model.config.to_dict()) for table in stack.stream.embeddings]
+        tables = [
+            table for stack in family.stacks(model.config.to_dict()) for table in stack.stream.embeddings
+        ]
         return [model.get_submodule(table.rpartition(".")[0]) for table in tables[:1]]
     modules = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:

@@ -17,11 +17,23 @@ FAMILY = Family(
     learning_rate=PublishedLearningRate(5e-5, None),  # as CLIP
     input_kind="images-and-texts",
     towers=(
-        Tower("vision_layers", "vision_model", "vision_config", "siglip_vision_model", "SiglipVisionModel", "images", (),
-            example={"vision_use_head": False}),  # its pooling attends, too
         Tower(
-            "text_layers", "text_model", "text_config", "siglip_text_model", "SiglipTextModel", "texts",
-            ("text_model.head",), pads_to_limit=True,
+            stack="vision_layers",
+            module="vision_model",
+            config_key="vision_config",
+            model_type="siglip_vision_model",
+            class_name="SiglipVisionModel",
+            input_kind="images",
+            example={"vision_use_head": False},  # its pooling attends, too
+        ),
+        Tower(
+            stack="text_layers",
+            module="text_model",
+            config_key="text_config",
+            model_type="siglip_text_model",
+            class_name="SiglipTextModel",
+            input_kind="texts",
+            pads_to_limit=True,
         ),
     ),
     shared_config_keys=("vision_config.intermediate_size",),
@@ -29,4 +41,4 @@ FAMILY = Family(
     position_encoding=PositionEncoding("text_config.max_position_embeddings"),
     unused_tensors=(r".+\.position_ids",),
     unsupported_config=unsupported_config,
-)  # fmt: skip
+)

@@ -41,5 +41,7 @@ def score_split(scorer: BaseScorer, runner: Any, split: Split, progress: Progres
         predicted = (images @ prototypes.T).argmax(axis=1).tolist()
         gold = [classes.index(label) for label in labels]
         samples.append(ClassSamples(json_hash([classes, gold]), predicted, gold))
-    predictions = [classes[i] for i in predicted] if classes else [candidates[i] for i in similarities.argmax(1)]
+    predictions = (
+        [classes[i] for i in predicted] if classes else [candidates[i] for i in similarities.argmax(1)]
+    )
     return {**split_scores(score_metrics(scorer.metrics, *samples)), "predictions": predictions}

@@ -392,7 +392,7 @@ class Onnx(Stage[OnnxSettings]):
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
-        if task_traits(task).modality == "image-text":
+        if task_traits(task).modality == "image-and-text":
             exported_forms = {"target": ("ort-cpu", "openvino"), "dtype": ("fp32",)}
             for name, supported in exported_forms.items():
                 if (value := getattr(settings, name)) not in supported:

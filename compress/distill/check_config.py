@@ -28,7 +28,8 @@ from smelt.core.messages import Message, error_message, with_article
 from smelt.data.labels import REGRESSION, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family, set_config_value
+from smelt.models.families.config_keys import set_config_value
+from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.text_rules import position_limit
 from smelt.stage import Context

@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_article
-from smelt.models.families.family import STACK_NAMES, Family, set_config_value
+from smelt.models.families.config_keys import set_config_value
+from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.stage import Settings, StoredDtype
 

@@ -36,7 +36,7 @@ from smelt.compress.prune.costs import (
     resolve_sequence_length,
 )
 from smelt.compress.prune.units import AttentionGroup
-from smelt.models.families.family import config_value
+from smelt.models.families.config_keys import config_value
 from smelt.models.families.registry import Block, output_modules
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.device import torch_threads

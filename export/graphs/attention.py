@@ -448,9 +448,8 @@ def _attend(
     if attention.rotary_dim:
         cos, sin = also_unused["position_embeddings"]
         query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
-    bias = None if attention.window is None else _window_bias(attention.window, query)
-    if attention.causal:
-        bias = _causal_bias(query)
+    limited = attention.window is not None or attention.causal
+    bias = _position_bias(attention, query) if limited else None
     return _self_attention(attention, scope, (query, key, value), bias), None
 
 
@@ -531,17 +530,12 @@ def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _window_bias(window: int, query: Tensor) -> Tensor:
-    """Return a bias [1, 1, S, S] that masks tokens further away than `window` on either side."""
+def _position_bias(attention: AttentionModule, query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that masks tokens outside of the window on either side, or later ones."""
     positions = torch.arange(query.shape[1])
-    is_outside = (positions[:, None] - positions[None, :]).abs() > window
+    distances = positions[:, None] - positions[None, :]
+    is_outside = distances < 0 if attention.window is None else distances.abs() > attention.window
     return (is_outside.to(query.dtype) * MASK_VALUE)[None, None]
-
-
-def _causal_bias(query: Tensor) -> Tensor:
-    """Return a bias [1, 1, S, S] that masks later tokens."""
-    positions = torch.arange(query.shape[1])
-    return ((positions[:, None] < positions[None, :]).to(query.dtype) * MASK_VALUE)[None, None]
 
 
 def _relative_bias(by_distance: Tensor, length: int, total: int) -> Tensor:

@@ -58,7 +58,7 @@ def parity_samples(
     """
     if task_traits(task).modality == "image":
         return _image_samples(parent, data, rows)
-    if task_traits(task).modality == "image-text":
+    if task_traits(task).modality == "image-and-text":
         return _image_text_samples(parent, data, rows)
     if task_traits(task).modality == "arrays":
         return _array_samples(parent, data, rows)

@@ -94,16 +94,14 @@ LOGITS_TOLERANCES = {
     # 0.007 to 0.034 was measured on tiny models of eight families, 0.012 on a BERT-base of random weights
     "bf16": Tolerance(max_difference=None, mean_difference=0.1),
     # compared with the same graph with float caches: 0.021 to 0.053 on tiny models of seven families, also
-    # with quantized weights; wrong graphs are found by the comparison with numpy
-    # (export/kv_cache.py)
+    # with quantized weights; wrong graphs are found by the comparison with numpy (export/kv_cache.py)
     "int8-caches": Tolerance(max_difference=None, mean_difference=0.2),
     **{kind: Tolerance(None, scheme.tolerance * factor) for kind, scheme, factor in _SCHEME_KINDS},
     # int8 throughout, so one value that rounds differently changes everything after it: 0.006 to 0.034 on
     # tiny models in ONNX Runtime, 0.03 to 0.087 in OpenVINO, where int8 itself was 0.06 to 0.09 off
     INT8_CONVOLUTIONS: Tolerance(max_difference=None, mean_difference=0.2),
 }
-# of the vector of a text or an image
-VECTOR_OUTPUTS = (EMBEDDING_OUTPUT, IMAGE_EMBEDS, TEXT_EMBEDS)
+VECTOR_OUTPUTS = (EMBEDDING_OUTPUT, IMAGE_EMBEDS, TEXT_EMBEDS)  # of texts and images
 VECTOR_TOLERANCES = LOGITS_TOLERANCES | {
     kind: Tolerance(None, scheme.embedding_tolerance) for kind, scheme, _ in _SCHEME_KINDS
 }

@@ -77,7 +77,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 6
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS) - frozenset(tasks_with(modality="image-text"))
+    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS) - frozenset(tasks_with(modality="image-and-text"))
 
     @classmethod
     def estimate_size(cls, settings: TensorrtSettings, inputs: SizeInputs) -> StepSize:

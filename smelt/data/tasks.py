@@ -25,7 +25,7 @@ Task = Literal[
     "image-text",
     "custom",
 ]
-Modality = Literal["text", "image", "image-text", "arrays"]
+Modality = Literal["text", "image", "image-and-text", "arrays"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TaskTraits:
         """What the inputs of the model are made from."""
         others: dict[str, Modality] = {
             "images": "image",
-            "captioned-images": "image-text",
+            "captioned-images": "image-and-text",
             "arrays": "arrays",
         }
         return others.get(self.samples, "text")
@@ -77,12 +77,12 @@ class TaskTraits:
     @property
     def reads_images(self) -> bool:
         """Whether a sample has an image."""
-        return self.modality in ("image", "image-text")
+        return self.modality in ("image", "image-and-text")
 
     @property
     def tokenizes(self) -> bool:
         """Whether a sample has a text."""
-        return self.modality in ("text", "image-text")
+        return self.modality in ("text", "image-and-text")
 
     @property
     def embeds(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smelt.models.families.family import Tower, config_value
+from smelt.models.families.config_keys import config_value
+from smelt.models.families.family import Tower
 from smelt.models.families.registry import family_of, find_family
 from smelt.models.text_rules import is_sentence_model
 

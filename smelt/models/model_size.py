@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.files import read_json_object
 from smelt.data.tasks import Task
-from smelt.models.families.family import Attention, Family, Stack, config_value
+from smelt.models.families.config_keys import config_value
+from smelt.models.families.family import Attention, Family, Stack
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.weight_files import LARGE_BYTES, has_weights, is_unused_tensor, value_count, weight_tensors

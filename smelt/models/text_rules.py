@@ -41,7 +41,8 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
 from smelt.core.messages import with_count
 from smelt.data.splits import Split, Windows
-from smelt.models.families.family import PositionEncoding, config_value, set_config_value
+from smelt.models.families.config_keys import config_value, set_config_value
+from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate, open_prompt_template
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import (
     IMAGE_TEXT_TASKS,
     Config,
@@ -9,7 +10,6 @@ from smelt.models.families.family import (
     PositionEncoding,
     PublishedLearningRate,
     Tower,
-    config_value,
 )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from smelt.data.tasks import Task, tasks_with
+from smelt.models.families.config_keys import config_value
 
 
 class RelativeBias(Protocol):
@@ -81,7 +82,7 @@ Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
 SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder")
 DECODER_TASKS = tasks_with(architecture="decoder")
-IMAGE_TEXT_TASKS = tasks_with(architecture="encoder", modality="image-text")
+IMAGE_TEXT_TASKS = tasks_with(architecture="encoder", modality="image-and-text")
 ENCODER_TASKS = tasks_with(architecture="encoder", modality="text")
 IMAGE_TASKS = tasks_with(architecture="encoder", modality="image")
 
@@ -206,25 +207,6 @@ class FeedForward:
 MODULE_PREFIX = "network"
 """The name of a user's module in the model that calls it."""
 STACK_NAMES = ("encoder_layers", "decoder_layers", "layers", "text_layers", "vision_layers")
-
-
-def config_value(config: Config, key: str) -> Any:
-    """Return the value of a config key, None if it is missing; `text_config.hidden_size` is a nested one."""
-    *outer, name = key.split(".")
-    for part in outer:
-        config = config.get(part) or {}
-    return config.get(name)
-
-
-def set_config_value(config: Any, key: str, value: Any) -> None:
-    """Set a key, as of `config_value`, in a config of transformers or in a dict."""
-    *outer, name = key.split(".")
-    for part in outer:
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    if isinstance(config, dict):
-        config[name] = value
-    else:
-        setattr(config, name, value)
 
 
 @dataclass(frozen=True)

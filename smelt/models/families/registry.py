@@ -54,7 +54,8 @@ from smelt.models.families import (
     vit,
     xlm_roberta,
 )
-from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack, config_value
+from smelt.models.families.config_keys import config_value
+from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)

@@ -58,7 +58,7 @@ def test_chance_level_equals_mean_of_random_orders():
     scores = score_metrics(METRICS, RetrievalSamples("x", np.zeros((20, 10)), matches))
     draw = np.random.default_rng(1)
     for name, score in scores.items():
-        found = matches if name.startswith("text") else matches.T
+        query_matches = matches if name.startswith("text") else matches.T
         k = int(name[-1])
-        drawn = [recall(draw.random(found.shape), found, k) for _ in range(2000)]
+        drawn = [recall(draw.random(query_matches.shape), query_matches, k) for _ in range(2000)]
         assert score.chance == pytest.approx(np.mean(drawn), abs=1.0)

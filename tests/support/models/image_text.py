@@ -30,7 +30,7 @@ def write_tokenizer(folder: Path) -> Path:
     import transformers
     from tokenizers import models, pre_tokenizers, processors
 
-    vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *WORDS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *WORDS))}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(

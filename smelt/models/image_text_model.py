@@ -79,4 +79,5 @@ def text_embeds(model: Any, input_ids: Tensor) -> Tensor:
 
 
 def _unit_length(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(p=2, dim=-1, keepdim=True)
+    unit_vectors: Tensor = vectors / vectors.norm(p=2, dim=-1, keepdim=True)
+    return unit_vectors

@@ -201,7 +201,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
-    if ctx.traits.modality == "text":
+    if ctx.traits.tokenizes:
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
     rules = (

@@ -15,7 +15,7 @@ import smelt
 from smelt.models.checkpoint import load_tokenizer
 from smelt.runtimes.images import read_processor
 from tests.support import harness
-from tests.support.expected_errors import raises_code
+from tests.support.expected_errors import command_error, error_codes, raises_code
 from tests.support.models import image_text, images
 from tests.support.processes.services import run_service
 
@@ -119,7 +119,7 @@ def test_service_of_package_answers_as_the_model(tmp_path):
         assert first["probabilities"] == pytest.approx(match)
         assert -1 <= second["similarity"] <= 1
         status, _ = service.predict({"image": data, "text": ["a", "a"]})
-        assert status == 400
+        assert status == 422
 
 
 def test_init_recognizes_images_with_texts(tmp_path):
@@ -130,3 +130,46 @@ def test_init_recognizes_images_with_texts(tmp_path):
     assert done.exit_code == 0, done.output
     assert "task: image-text" in path.read_text()
     assert harness.smelt("plan", path).exit_code == 0
+
+
+REFUSED = {
+    "onnx: {target: ort-cuda}": ("unsupported-task", "stages[0].onnx.target"),
+    "onnx: {target: ort-cpu, batch_size: 1}": ("unsupported-task", "stages[0].onnx.batch_size"),
+    "prune: {targets: [ffn], budget: {flops: 0.5}}": ("does-not-fit-model", "stages[0].prune.budget"),
+    "prune: {targets: [width]}": ("fixed-width", "stages[0].prune.targets"),
+    "distill: {losses: {hidden_states: 1.0}}": ("unknown-loss", "stages[0].distill.losses.hidden_states"),
+}
+
+
+@pytest.mark.parametrize("stage", REFUSED)
+def test_unsupported_stages_are_rejected_by_plan(stage, tmp_path):
+    image_text.write_model(tmp_path / "model")
+    image_text.write_pairs(tmp_path / "train.jsonl")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: model\ntask: {image_text.TASK}\nscore: {{latency: false}}\n"
+        f"data: {{train: train.jsonl, test: train.jsonl}}\nstages:\n  - {stage}\n"
+    )
+    error = command_error(harness.smelt("plan", path))
+    locations = [(message.code, message.setting) for message in error.messages]
+    locations = locations or [(error.code, error.setting)]
+    assert REFUSED[stage] in locations
+
+
+def test_folders_of_classes_are_read(tmp_path):
+    image_text.write_model(tmp_path / "model")
+    images.write_class_folders(tmp_path / "data", 40)
+    path = tmp_path / "made.yaml"
+    harness.smelt("init", tmp_path / "model", "--data", tmp_path / "data", "--out", path, code=0)
+    assert harness.smelt("plan", path).exit_code == 0
+
+
+def test_model_from_config_is_refused(tmp_path):
+    image_text.write_pairs(tmp_path / "train.jsonl")
+    (tmp_path / "clip.json").write_text(json.dumps({"model_type": "clip"}))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{config: clip.json}}\ntask: {image_text.TASK}\nscore: {{latency: false}}\n"
+        "data: {train: train.jsonl, test: train.jsonl}\nstages:\n  - finetune: {max_steps: 1}\n"
+    )
+    assert "does-not-fit-task" in error_codes(command_error(harness.smelt("plan", path)))

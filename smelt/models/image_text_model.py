@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import Tower
 from smelt.models.families.registry import family_of, find_family
 from smelt.models.text_rules import is_sentence_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def has_two_towers(model: Any) -> bool:

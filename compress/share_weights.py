@@ -68,9 +68,9 @@ class ShareWeightsSettings(Settings):
         default="first",
         description="a group's initial weights: of one layer, or the mean",
     )
-    stacks: list[Literal["layers", "encoder_layers", "decoder_layers"]] | None = Field(
-        default=None, min_length=1, description="stacks whose layers are shared; default: all"
-    )
+    stacks: (
+        list[Literal["layers", "encoder_layers", "decoder_layers", "text_layers", "vision_layers"]] | None
+    ) = Field(default=None, min_length=1, description="stacks whose layers are shared; default: all")
     low_rank_delta: LowRankDelta | None = Field(
         default=None, description="a low-rank difference for each layer"
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, RunError
-from smelt.core.files import read_json_object
+from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
@@ -163,12 +163,15 @@ def write_graphs(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
     """Write all graphs; return by graph the details for the report, and the modules of its nodes."""
     batch = reference.batch
-    tokens = None if isinstance(batch, FeedBatch) else batch.input_ids[batch.attention_mask == 1]
+    tokens = batch.feeds.get("input_ids") if isinstance(batch, FeedBatch) else batch.input_ids
+    if tokens is not None:
+        tokens = tokens.flatten() if isinstance(batch, FeedBatch) else tokens[batch.attention_mask == 1]
     details: dict[str, dict[str, Any]] = {}
     modules_by_graph: dict[str, dict[str, str]] = {}
     for graph_index, graph in enumerate(graphs):
         ctx.progress(graph_index, len(graphs) + 1, graph.name)
-        details[graph.name] = _write_graph(graph, settings, tokens, ctx, modules_by_graph)
+        graph_tokens = tokens if "input_ids" in graph.input_names else None
+        details[graph.name] = _write_graph(graph, settings, graph_tokens, ctx, modules_by_graph)
     return details, modules_by_graph
 
 
@@ -302,6 +305,12 @@ class Onnx(Stage[OnnxSettings]):
         if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
             text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
+        if task_traits(task).modality == "image-and-text":
+            exported_forms = {"target": ("ort-cpu", "openvino"), "dtype": ("fp32",)}
+            for name, supported in exported_forms.items():
+                if (value := getattr(settings, name)) not in supported:
+                    text = f"{value}: {task} is exported for {' or '.join(supported)} only."
+                    errors.append(error_message("unsupported-task", text, setting=name))
         if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
             text = (
                 f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
@@ -367,7 +376,7 @@ class Onnx(Stage[OnnxSettings]):
             sorted(ctx.out.glob("*.onnx"))
         )
         copy_tokenizer(src.path, ctx.out)
-        if ctx.traits.modality == "text":
+        if ctx.traits.tokenizes:
             add_tokenizer(src.path, ctx)
 
 
@@ -402,7 +411,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     graphs = fix_shapes(
         model_graphs(
             model,
-            reference.batch.size if ctx.traits.modality == "image" else None,
+            reference.batch.size if ctx.traits.reads_images else None,
             settings.cache_length,
         ),
         shape,
@@ -434,7 +443,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         n: {**check_onnx_file(ctx.out / f"{n}.onnx"), **values} for n, values in details.items()
     }
     ctx.progress(len(graphs), len(graphs) + 1, "parity")
-    _copy_configs(source, ctx.out)
+    _copy_configs(source, ctx.out, model)
     exported_model = ExportedModel(
         ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
     )
@@ -454,12 +463,15 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
 
 
-def _copy_configs(source: Path, folder: Path) -> None:
+def _copy_configs(source: Path, folder: Path, model: Any) -> None:
     from smelt.export.parity.references import RUNNER_FILES
+    from smelt.models.image_text_model import graph_settings
 
     for name in RUNNER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if settings := graph_settings(model):
+        write_json(folder / "config.json", read_json_object(folder / "config.json") | settings)
 
 
 def require_room_for_text(length: int | None, folder: Path) -> None:

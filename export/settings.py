@@ -394,7 +394,7 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
     if traits.modality != "text" and settings.sequence_length is not None:
         text = f"an input of {task} has no tokens; its size is always fixed. Set batch_size only."
         return {"sequence_length": text}
-    if traits.modality == "arrays":
+    if traits.modality in ("arrays", "image-and-text"):
         reason = f"the graphs of {task} have a dynamic batch. Remove it."
         return dict.fromkeys(settings.fixed_sizes, reason)
     return {}

@@ -32,6 +32,7 @@ from smelt.models.families.family import (
     Layout,
     ResidualStream,
     Stack,
+    Tower,
     layout_to_json,
 )
 from smelt.models.families.registry import FAMILIES
@@ -64,7 +65,54 @@ def _columns(module: Any) -> int:
 
 def derive_layout(family: Family, more: Mapping[str, Any]) -> Layout:
     """Return the layout of a tiny model of `family` with `more` keys of its config."""
-    trace = Trace(_tiny_config(family.name, more), family)
+    if not family.towers:
+        return _derive_model_layout(family, family.name, more)
+    stacks = [
+        _tower_stack(tower, stack)
+        for tower in family.towers
+        for stack in _derive_model_layout(family, tower.model_type, {**more, **tower.example}).stacks
+    ]
+    return Layout(stacks=tuple(stacks), hidden_size_key="", head_modules=())
+
+
+def _tower_stack(tower: Tower, stack: Stack) -> Stack:
+    """Return the stack of a tower, a model of its own, with the names that it has in the whole model."""
+
+    def inside(name: str | None) -> Any:
+        return name and f"{tower.module}.{name}"
+
+    def nested(key: str | None) -> Any:
+        return key and f"{tower.config_key}.{key}"
+
+    stream, feed = stack.stream, stack.feed_forward
+    stream = replace(
+        stream,
+        embeddings=tuple(map(inside, stream.embeddings)),
+        embedding_norm=inside(stream.embedding_norm),
+        final_norm=inside(stream.final_norm),
+        other_tensors=tuple((inside(name), axis) for name, axis in stream.other_tensors),
+    )
+    attentions = (
+        replace(a, heads_key=nested(a.heads_key), head_dim_key=nested(a.head_dim_key))
+        for a in stack.attentions
+    )
+    return replace(
+        stack,
+        name=tower.stack,
+        module_path=inside(stack.module_path),
+        num_layers_key=nested(stack.num_layers_key),
+        attentions=tuple(attentions),
+        feed_forward=replace(
+            feed,
+            intermediate_size_key=nested(feed.intermediate_size_key),
+            activation_key=nested(feed.activation_key),
+        ),
+        stream=stream,
+    )
+
+
+def _derive_model_layout(family: Family, model_type: str, more: Mapping[str, Any]) -> Layout:
+    trace = Trace(_tiny_config(model_type, more), family)
     attentions = [_attention(trace, n) for n in trace.nodes[::-1] if n.name() == "SoftmaxBackward0"]
     order = {name: index for index, name in reversed(list(enumerate(trace.calls)))}
     attentions = list({a.query + a.key: a for a in sorted(attentions, key=lambda a: order[a.query])}.values())
@@ -81,7 +129,7 @@ def derive_layout(family: Family, more: Mapping[str, Any]) -> Layout:
         stacks=stacks,
         hidden_size_key=keys.hidden_size,
         embedding_size_key=keys.embedding_size,
-        default_embedding_size=_default_embedding_size(family.name, keys.hidden_size, keys.embedding_size),
+        default_embedding_size=_default_embedding_size(model_type, keys.hidden_size, keys.embedding_size),
         head_modules=tuple(name for name in head if name not in closing),
         logits_bias=biases[0] if biases else None,
         transposed_suffixes=tuple(dict.fromkeys(".".join(n.split(".")[-2:]) for n in transposed)),
@@ -199,7 +247,7 @@ def _stack(
         n for n in after[:1] if is_norm(trace.module(n)) and (number == count - 1 or n.startswith(f"{root}."))
     ]
     stream = ResidualStream(
-        embeddings=_tables(trace, before, root),
+        embeddings=_tables(trace, before, root) if trace.input_kind == "texts" else (),
         part_norms=tuple(_relative(n, block) for n in norms),
         pre_norm=block_modules.index(norms[0]) < block_modules.index(members[0].query),
         embedding_norm=_only(trace, before, is_norm, "norm of the embeddings"),
@@ -207,7 +255,7 @@ def _stack(
         final_norm=final[0] if final else None,
         distance_embeddings=distance_embeddings,
         distance_norm=distance_norm,
-        other_tensors=_other_tensors(trace, path) if trace.family.input_kind == "images" else (),
+        other_tensors=_other_tensors(trace, path) if trace.input_kind == "images" else (),
     )
     stack = Stack(
         ("encoder_layers", "decoder_layers")[number] if count > 1 else "layers",
@@ -389,7 +437,7 @@ def _changes_calls(
     if not any(stack.repeats_block for stack in stacks):
         return False
     try:
-        changed = Trace(_tiny_config(trace.family.name, {**more, key: value}), trace.family)
+        changed = Trace(_tiny_config(trace.config.model_type, {**more, key: value}), trace.family)
     except Exception:
         return False
     block = f"{stacks[0].module_path}.0"
@@ -408,12 +456,12 @@ def _changed_sizes(
     trace: Trace, stacks: tuple[Stack, ...], more: Mapping[str, Any], key: str, value: Any
 ) -> dict[str, Any] | None:
     """Return the sizes of a model with another value of a config key; None if there is no such model."""
-    config = _tiny_config(trace.family.name, more)
+    config = _tiny_config(trace.config.model_type, more)
     setattr(config, key, value)
     changed_model = (
         [config]
         if isinstance(value, str)
-        else [config, _tiny_config(trace.family.name, {**more, key: value})]
+        else [config, _tiny_config(trace.config.model_type, {**more, key: value})]
     )
     for config in changed_model:  # other keys may follow from it only where a config is created
         try:

@@ -29,8 +29,16 @@ class Trace:
     def __init__(self, config: Any, family: Family) -> None:
         torch.manual_seed(0)
         self.config, self.family = config, family
-        auto_class: Any = getattr(transformers, str(task_traits(family.tasks[0]).auto_class))
-        self.model: Any = auto_class.from_config(config, attn_implementation="eager").eval()
+        towers = [tower for tower in family.towers if tower.model_type == config.model_type]
+        self.input_kind = towers[0].input_kind if towers else family.input_kind
+        if towers:
+            self.model: Any = getattr(transformers, towers[0].class_name)._from_config(
+                config, attn_implementation="eager"
+            )
+        else:
+            auto_class: Any = getattr(transformers, str(task_traits(family.tasks[0]).auto_class))
+            self.model = auto_class.from_config(config, attn_implementation="eager")
+        self.model.eval()
         self.names: dict[nn.Module, str] = {module: name for name, module in self.model.named_modules()}
         self.calls: list[str] = []
         self.all_calls: list[str] = []
@@ -39,7 +47,11 @@ class Trace:
         self.causal_queries: set[str] = set()
         self._owners: dict[Any, str] = {}  # by node of the gradient graph, the module whose output it is
         handles = [m.register_forward_hook(self._record, with_kwargs=True) for m in self.names]
-        self.logits: Tensor = self.model(**self._batch(), **self._options()).logits
+        output: Any = self.model(**self._batch(), **self._options())
+        if towers:
+            pooled = output.pooler_output
+            output.logits = output.last_hidden_state if pooled is None else pooled
+        self.logits: Tensor = output.logits
         for handle in handles:
             handle.remove()
         self.nodes = list(_reachable(self.logits.grad_fn))
@@ -49,7 +61,7 @@ class Trace:
                 self._children.setdefault(parent, []).append(node)
 
     def _batch(self) -> dict[str, Tensor]:
-        if self.family.input_kind == "images":
+        if self.input_kind == "images":
             side = self.config.to_dict().get("image_size") or 64
             return {"pixel_values": torch.randn(2, 3, side, side)}
         batch = {"input_ids": torch.randint(5, 60, (2, 7))}

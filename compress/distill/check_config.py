@@ -6,6 +6,7 @@ model. The checks import no torch; it is imported when a student is made.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from smelt.core.messages import Message, error_message, with_article
 from smelt.data.labels import REGRESSION, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
+from smelt.models.families.config_keys import set_config_value
 from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
 from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.text_rules import position_limit
@@ -156,7 +158,7 @@ def make_external_student(
         ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
-    if ctx.traits.modality == "text":
+    if ctx.traits.tokenizes:
         require_same_tokens(source, src.path, "student")
     notes = import_model(
         source, folder, labels or None, ctx.seed, problem, sentences, str(ctx.traits.auto_class)
@@ -211,7 +213,7 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
     """
     if student.is_external:
         return check_external_student(student, config)
-    family, result_config = find_family(config), dict(config)
+    family, result_config = find_family(config), copy.deepcopy(dict(config))
     errors: list[Message] = []
     stacks = {stack.name: stack for stack in family.stacks(config)} if family else {}
     for name in STACK_NAMES if family else ():
@@ -238,14 +240,14 @@ def check_student(student: Any, config: Mapping[str, Any]) -> tuple[list[Message
                 errors.append(error_message("more-than-model-has", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 errors.append(error_message("first-layer-required", reason, setting=name))
-            result_config[stack.num_layers_key] = choice
+            set_config_value(result_config, stack.num_layers_key, choice)
         else:
             if sorted(set(choice)) != choice or not all(0 <= i < count for i in choice):
                 text = f"expected increasing layer indices from 0 to {count - 1}, got {choice}."
                 errors.append(error_message("wrong-layer-numbers", text, setting=name))
             elif reason := _first_layer_error(family, choice, count, student.layer_selection):
                 errors.append(error_message("first-layer-required", reason, setting=name))
-            result_config[stack.num_layers_key] = len(choice)
+            set_config_value(result_config, stack.num_layers_key, len(choice))
     return errors, result_config
 
 

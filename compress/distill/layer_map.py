@@ -13,7 +13,7 @@ from pydantic import StringConstraints
 from smelt.core.messages import Message, error_message
 from smelt.models.families.registry import find_family
 
-StackName = Literal["encoder_layers", "decoder_layers", "layers"]
+StackName = Literal["encoder_layers", "decoder_layers", "layers", "text_layers", "vision_layers"]
 StackMap: TypeAlias = Literal["uniform", "last"] | dict[int, int]
 # With a dot, unlike the name of a stack.
 ModuleName = Annotated[str, StringConstraints(pattern=r"^\w+(\.\w+)+$")]

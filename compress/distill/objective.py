@@ -19,14 +19,15 @@ from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.data.labels import NO_CLASS
-from smelt.models.text_rules import is_sentence_model
+from smelt.models.image_text_model import embedding_width, has_two_towers, returns_embeddings
 from smelt.models.user_module import UserModuleForArrays
 from smelt.runtimes.images import DEFAULT_IMAGE_SIZE, PIXEL_VALUES, read_processor
 from smelt.stage import Context
 from smelt.training.extension import LossTerm
 from smelt.training.losses import (
-    batch_sentence_vectors,
+    batch_vectors,
     classification_loss,
+    contrastive_loss,
     cosent_loss,
     model_inputs,
     model_logits,
@@ -67,14 +68,14 @@ def require_comparable_vectors(model: Any, teacher: Any, weights: LossWeights) -
     Raises:
         InputError: the teacher makes no embeddings, or embeddings of another width.
     """
-    if not is_sentence_model(teacher):
+    if not returns_embeddings(teacher):
         raise InputError(
-            f"distill: the teacher, {with_article(type(teacher).__name__)}, is not a sentence"
-            " embedder. Use a sentence embedder as teacher.",
+            f"distill: the teacher, {with_article(type(teacher).__name__)}, returns no"
+            " embeddings. Use an embedder as teacher.",
             code="different-kind",
             setting="teacher",
         )
-    width, target_width = model.config.hidden_size, teacher.config.hidden_size
+    width, target_width = (embedding_width(each.config.to_dict()) for each in (model, teacher))
     if width != target_width and weights.vector_weights()["sentence_embedding"]:
         raise InputError(
             f"distill: the teacher's embeddings have width {target_width}, but the student's have {width}, so"
@@ -200,7 +201,7 @@ def make_cached_teacher(
         ctx: the store, device, threads.
     """
     config = student.config
-    predicts_tokens = not is_sentence_model(student) and student.can_generate()
+    predicts_tokens = not returns_embeddings(student) and student.can_generate()
     vocab_size = (
         (getattr(config, "decoder_vocab_size", None) or config.vocab_size) if predicts_tokens else None
     )
@@ -211,7 +212,7 @@ def _teacher_call(teacher: Any) -> Callable[[Any, Mapping[str, Tensor]], Any]:
     """Return the function that runs `teacher` on a batch."""
     if isinstance(teacher, UserModuleForArrays):
         return _array_outputs
-    return batch_sentence_vectors if is_sentence_model(teacher) else model_logits
+    return batch_vectors if returns_embeddings(teacher) else model_logits
 
 
 class DistillObjective:
@@ -236,7 +237,7 @@ class DistillObjective:
             teacher.compile(dynamic=True)
         self._inner, self._cached_teacher = inner, cached_teacher
         self._label_groups: Sequence[Sequence[int]] | None = getattr(teacher, "label_groups", None)
-        self._is_embedder, self._run_model = is_sentence_model(teacher), _teacher_call(teacher)
+        self._is_embedder, self._run_model = returns_embeddings(teacher), _teacher_call(teacher)
         weights, self._vector_weights = settings.losses, settings.losses.vector_weights()
         self._uses_teacher_outputs = bool(
             self._vector_weights["sentence_embedding"] or self._vector_weights["pairwise_similarity"]
@@ -251,6 +252,8 @@ class DistillObjective:
         terms: dict[str, LossTerm] = {}
         if self._is_embedder:
             terms |= vector_loss_terms(student_outputs, teacher_outputs, labels, self._vector_weights)
+            if weights.labels and has_two_towers(model):
+                terms["labels"] = LossTerm(weights.labels * contrastive_loss(model, student_outputs))
         elif isinstance(student_outputs, dict):
             if teacher_outputs is not None:
                 temperature = self._settings.temperature

@@ -13,6 +13,7 @@ from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import BleuTokenizer
 from smelt.data.tasks import Task, task_traits
+from smelt.models.families.family import STACK_NAMES
 from smelt.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.training.settings import LOSS_METRIC
 
@@ -87,6 +88,7 @@ class LossWeights(Settings):
         output = task_traits(task).output
         task_terms = {
             "embedding": {*_VECTOR_LOSS_DEFAULTS, *INNER_LOSSES},
+            "joint-embeddings": {*_VECTOR_LOSS_DEFAULTS, "labels"} - {"cosent"},
             "arrays": {"logits", "outputs", "hidden_states"},
         }.get(output, set(type(self).model_fields) - {*_VECTOR_LOSS_DEFAULTS, "outputs"})
         unknown = sorted(
@@ -101,11 +103,7 @@ class LossWeights(Settings):
             )
             for name in unknown
         ]
-        if (
-            task_traits(task).output == "embedding"
-            and not any(self.vector_weights().values())
-            and not self.inner_weights()
-        ):
+        if task_traits(task).embeds and not any(self.vector_weights().values()) and not self.inner_weights():
             errors.append(
                 error_message("no-loss", "all weights are 0; at least one must be above 0.", setting="losses")
             )
@@ -156,6 +154,10 @@ class StudentSettings(Settings):
     )
     decoder_layers: LayerChoice | None = Field(default=None, description="likewise, decoder layers")
     layers: LayerChoice | None = Field(default=None, description="likewise, models of one stack")
+    text_layers: LayerChoice | None = Field(
+        default=None, description="likewise, of the text tower of image-text models"
+    )
+    vision_layers: LayerChoice | None = Field(default=None, description="likewise, their vision tower")
     config: RecipePath = Field(
         default=None, description="instead: config.json of a model with random weights"
     )
@@ -187,7 +189,7 @@ class StudentSettings(Settings):
             )
         return self
 
-    @field_validator("encoder_layers", "decoder_layers", "layers")
+    @field_validator(*STACK_NAMES)
     @classmethod
     def _check_layer_choice(cls, value: LayerChoice | None) -> LayerChoice | None:
         if (isinstance(value, int) and value < 1) or value == []:
@@ -322,11 +324,7 @@ class DistillSettings(TechniqueTrainingSettings):
         (measured: docs/measurements/rates.md). Without a loss on the teacher's outputs, labels have weight,
         so that the output is trained in addition to inner states.
         """
-        if (
-            self.losses.labels is not None
-            or self.phases is not None
-            or task_traits(task).output == "embedding"
-        ):
+        if self.losses.labels is not None or self.phases is not None or task_traits(task).embeds:
             return self
         if task_traits(task).output == "arrays":
             # outputs count as logits only where a setting names them
@@ -476,7 +474,7 @@ class DistillSettings(TechniqueTrainingSettings):
         w, vectors = self.losses, self.losses.vector_weights()
         uses_outputs = (
             vectors["sentence_embedding"] or vectors["pairwise_similarity"]
-            if task_traits(task).output == "embedding"
+            if task_traits(task).embeds
             else w.logits or w.reverse_kl or w.outputs
         )
         return bool(uses_outputs) and not w.inner_weights()

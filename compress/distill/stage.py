@@ -46,6 +46,7 @@ from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, NO_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
+from smelt.models.families.family import STACK_NAMES
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage
@@ -62,6 +63,7 @@ _CACHED_OUTPUTS = ("text", "next-token", "labels", "embedding")
 # Kinds of output of which a student has one teacher, and why.
 _NOT_AVERAGED = {
     "embedding": "the embeddings of several teachers are not in the same space and cannot be averaged",
+    "joint-embeddings": "the embeddings of several teachers are not in the same space and cannot be averaged",
     "spans": "the starts and ends of several teachers are not averaged",
 }
 
@@ -337,7 +339,7 @@ def _make_student(
     if student is not None:
         from smelt.compress.drop_layers.layer_selection import keep_layers
 
-        for stack in ("encoder_layers", "decoder_layers", "layers"):
+        for stack in STACK_NAMES:
             choice = getattr(student, stack)
             if choice is not None:
                 edits, kept_indices = keep_layers(

@@ -24,7 +24,8 @@ from smelt.core.messages import with_article
 from smelt.data.labels import class_names
 from smelt.models.checkpoint import load_model, load_tokenizer
 from smelt.models.families.registry import predicts_tokens
-from smelt.models.text_rules import is_sentence_model, read_sentence_rules
+from smelt.models.image_text_model import returns_embeddings
+from smelt.models.text_rules import read_sentence_rules
 from smelt.stage import Context
 
 _TOKEN_ID_INPUTS = ("input_ids", "decoder_input_ids")
@@ -200,7 +201,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
-    if ctx.traits.modality == "text":
+    if ctx.traits.tokenizes:
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
     rules = (
@@ -332,7 +333,7 @@ def check_outputs(model: Any, teacher: Any, settings: DistillSettings, several: 
 
         require_equal_outputs(model, teacher)
         return
-    if is_sentence_model(model):
+    if returns_embeddings(model):
         from smelt.compress.distill.objective import require_comparable_vectors
 
         for training in settings.phase_settings():

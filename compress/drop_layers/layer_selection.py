@@ -9,6 +9,7 @@ from torch import nn
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.edits import Edit
+from smelt.models.families.config_keys import set_config_value
 from smelt.models.families.family import Stack
 from smelt.models.families.registry import family_of, skipped_parts
 from smelt.models.layers import renumber_caches, sublayer_name
@@ -126,7 +127,7 @@ def keep_layers(
             if getattr(module, "layer_idx", None) is not None:
                 module.layer_idx = new_index  # its place in the KV cache
     renumber_caches(model, layer_stack)
-    setattr(model.config, layer_stack.num_layers_key, len(kept_indices))
+    set_config_value(model.config, layer_stack.num_layers_key, len(kept_indices))
     for key in layer_stack.per_layer_keys:
         values = getattr(model.config, key, None)
         if isinstance(values, list):

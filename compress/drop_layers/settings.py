@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_article
+from smelt.models.families.config_keys import set_config_value
 from smelt.models.families.family import STACK_NAMES, Family
 from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.stage import Settings, StoredDtype
@@ -44,6 +46,10 @@ class DropLayersSettings(Settings):
     )
     decoder_layers: LayerChoice | None = Field(default=None, description="likewise, decoder layers")
     layers: LayerChoice | None = Field(default=None, description="likewise, models of one stack")
+    text_layers: LayerChoice | None = Field(
+        default=None, description="likewise, of the text tower of image-text models"
+    )
+    vision_layers: LayerChoice | None = Field(default=None, description="likewise, their vision tower")
     importance: Literal["loss", "block-influence", "uniform", "first", "last", "random"] = Field(
         default="loss",
         description="loss: remove one by one by the loss without it; block-influence: keep those that change"
@@ -52,7 +58,7 @@ class DropLayersSettings(Settings):
     calibration_samples: int = Field(default=128, ge=1, description="for block-influence and loss")
     dtype: StoredDtype = "keep"
 
-    @field_validator("encoder_layers", "decoder_layers", "layers")
+    @field_validator(*STACK_NAMES)
     @classmethod
     def _check_layer_choice(cls, value: LayerChoice | None) -> LayerChoice | None:
         if (isinstance(value, int) and value < 1) or value == []:
@@ -117,7 +123,7 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
     Returns:
         The errors, each with its setting, and the config of the result.
     """
-    family, result_config = find_family(config), dict(config)
+    family, result_config = find_family(config), copy.deepcopy(dict(config))
     errors: list[Message] = []
     if family is None:
         return [], result_config
@@ -145,7 +151,8 @@ def check_layer_counts(settings: Any, config: Mapping[str, Any]) -> tuple[list[M
         if error:
             setting = name if getattr(settings, name) is not None else "importance"
             errors.append(error_message(error.code, error.message, setting=setting))
-        result_config[stacks[name].num_layers_key] = choice if isinstance(choice, int) else len(choice)
+        count = choice if isinstance(choice, int) else len(choice)
+        set_config_value(result_config, stacks[name].num_layers_key, count)
     return errors, result_config
 
 

@@ -250,7 +250,7 @@ def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
     None for images, running text, or without data.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if ctx.traits.samples in ("images", "running-text") or not split:
+    if ctx.traits.samples in ("images", "captioned-images", "running-text") or not split:
         return None
     samples = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
     texts = sum(len(batch["attention_mask"]) for batch in samples.batches)

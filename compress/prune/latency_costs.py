@@ -36,6 +36,7 @@ from smelt.compress.prune.costs import (
     resolve_sequence_length,
 )
 from smelt.compress.prune.units import AttentionGroup
+from smelt.models.families.config_keys import config_value
 from smelt.models.families.registry import Block, output_modules
 from smelt.models.layers import LowRankLinear
 from smelt.runtimes.device import torch_threads
@@ -404,7 +405,7 @@ def _attention_parts(model: Any, group: AttentionGroup, units: int, tokens: int,
 
 def _feed_forward_parts(model: Any, group: Any, units: int, tokens: int, block: Block) -> TimedParts:
     sizes, parts = group_shapes(model, group, units), group.structure
-    activation = str(getattr(model.config, parts.activation_key, "relu"))
+    activation = str(config_value(model.config.to_dict(), parts.activation_key) or "relu")
     kind = next(
         (k for k, aliases in _ACTIVATION_ALIASES.items() if any(w in activation for w in aliases)), "relu"
     )

@@ -272,6 +272,7 @@ class PruneSettings(Settings):
 _FIXED_WIDTH_REASONS = {
     "embedding": "the embeddings of a sentence embedder are its hidden states, and narrower embeddings cannot"
     " be compared with stored ones",
+    "joint-embeddings": "the two towers of the model have hidden states of their own",
     "masked-tokens": "the layers between the hidden states and the output of a masked language model cannot"
     " be narrowed",
 }
@@ -329,6 +330,21 @@ def _user_module_errors(targets: Sequence[str], of_images: bool) -> list[Message
         return []
     text = f"{problem}. {install_command('torch-pruning', TORCH_PRUNING_VERSION)}"
     return [error_message("not-installed", text, setting="targets")]
+
+
+def check_towers(settings: PruneSettings, config: Mapping[str, Any]) -> list[Message]:
+    """Return the errors, each with its setting, of what is not counted in a model of two towers."""
+    family = find_family(config)
+    if family is None or not family.towers:
+        return []
+    errors = []
+    if "layers" in settings.targets:
+        text = "layers of two towers are not compared with each other. Use the stage drop-layers."
+        errors.append(error_message("does-not-fit-model", text, setting="targets"))
+    if settings.budget is not None and settings.budget.measure != "parameters":
+        text = "multiplications and latency of two towers are not counted. Set budget: {parameters: N}."
+        errors.append(error_message("does-not-fit-model", text, setting="budget"))
+    return errors
 
 
 def check_length(length: int | None, config: Mapping[str, Any]) -> list[Message]:

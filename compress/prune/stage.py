@@ -13,6 +13,7 @@ from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.settings import (
     PruneSettings,
     check_length,
+    check_towers,
     check_units,
     fixed_width_errors,
     least_parameters,
@@ -139,7 +140,8 @@ class Prune(Stage[PruneSettings]):
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the settings that do not fit a model of this config, and the config of the result."""
         length = settings.budget.sequence_length if settings.budget is not None else None
-        errors = check_units(settings.targets, config) or check_length(length, config)
+        errors = check_units(settings.targets, config) or check_towers(settings, config)
+        errors = errors or check_length(length, config)
         return errors, config if errors else narrowed_config(settings, config)
 
     @classmethod

@@ -22,6 +22,7 @@ from smelt.compress.prune.settings import PruneSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
+from smelt.models.families.config_keys import set_config_value
 from smelt.models.families.family import Attention, FeedForward, RelativeBias
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of, model_attentions
 from smelt.models.hidden_width import hidden_width
@@ -298,12 +299,14 @@ def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept_neu
 def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
     """Write common widths and numbers of heads to the config; return the edits that it does not replace."""
     attentions, blocks = find_groups(model)
+    family = family_of(model)
+    shared_keys = family.shared_config_keys if family else ()
     for setting in {block.structure.intermediate_size_key for block in blocks}:
         kind = [block for block in blocks if block.structure.intermediate_size_key == setting]
         widths = {block.count(model) for block in kind}
-        if len(widths) > 1:
+        if len(widths) > 1 or setting in shared_keys:
             continue
-        setattr(model.config, setting, widths.pop())
+        set_config_value(model.config, setting, widths.pop())
         edits = _without_linear_edits(
             edits,
             {name for block in kind for name in block.structure.input_layers},

@@ -191,6 +191,7 @@ ACCURACY = Accuracy(
     unit="%",
     description="predictions that are right",
     tasks=_SINGLE,
+    optional=("image-text",),
     kind="proportion",
     libraries=("scikit-learn",),
 )

@@ -44,6 +44,7 @@ from smelt.evaluate.metrics.metric import (
 from smelt.evaluate.metrics.perplexity import BITS_PER_BYTE, MASKED_ACCURACY, PERPLEXITY, RESPONSE_PERPLEXITY
 from smelt.evaluate.metrics.ranking import MRR, NDCG
 from smelt.evaluate.metrics.regression import MSE, PEARSON, SPEARMAN
+from smelt.evaluate.metrics.retrieval import RETRIEVAL_RECALLS
 from smelt.evaluate.metrics.rouge import ROUGE
 from smelt.evaluate.metrics.ter import TER
 from smelt.stage import Settings
@@ -73,6 +74,7 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     ENTITY_PRECISION,
     ENTITY_RECALL,
     TAG_ACCURACY,
+    *RETRIEVAL_RECALLS,
     CROSS_ENTROPY,
     PEARSON,
     SPEARMAN,

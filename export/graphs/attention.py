@@ -233,7 +233,7 @@ class AttentionModule:
     """An attention module of a model.
 
     parts: the names that its parts have in the model. window: see `Family.window`. distances: of a
-    "projected" bias.
+    "projected" bias. causal: whether no token of an encoder attends to a later one.
     """
 
     module: Any
@@ -241,6 +241,7 @@ class AttentionModule:
     family: Family
     window: int | None = None
     distances: DistanceEmbeddings | None = None
+    causal: bool = False
 
     def projection(self, name: str) -> Any:
         """Return the projection `name` of the model; None if the module itself does not compute it."""
@@ -308,7 +309,7 @@ def attention_modules(
 
     Args:
         model: a model of a supported family.
-        stack: only those of this stack (`encoder_layers`, `decoder_layers`).
+        stack: only those of this stack, as named in settings.
         cross: only cross-attention, or only self-attention.
 
     Raises:
@@ -322,7 +323,14 @@ def attention_modules(
         )
     distances = distance_embeddings(model, family)
     return [
-        AttentionModule(model.get_submodule(parts.name), parts, family, block.window, distances)
+        AttentionModule(
+            model.get_submodule(parts.name),
+            parts,
+            family,
+            block.window,
+            distances,
+            block.stack.causal and family.architecture == "encoder",
+        )
         for block in blocks_of(model)
         if stack in (None, block.stack.name)
         for parts in block.attentions
@@ -390,7 +398,8 @@ def _attend(
     if attention.rotary_dim:
         cos, sin = also_unused["position_embeddings"]
         query, key = (_apply_rotary(x, attention.heads.head_dim, cos, sin) for x in (query, key))
-    bias = None if attention.window is None else _window_bias(attention.window, query)
+    limited = attention.window is not None or attention.causal
+    bias = _position_bias(attention, query) if limited else None
     return _self_attention(attention, scope, (query, key, value), bias), None
 
 
@@ -487,10 +496,11 @@ def _apply_rotary(x: Tensor, width: int, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _window_bias(window: int, query: Tensor) -> Tensor:
-    """Return a bias [1, 1, S, S] that masks tokens further away than `window` on either side."""
+def _position_bias(attention: AttentionModule, query: Tensor) -> Tensor:
+    """Return a bias [1, 1, S, S] that masks tokens outside of the window on either side, or later ones."""
     positions = torch.arange(query.shape[1])
-    is_outside = (positions[:, None] - positions[None, :]).abs() > window
+    distances = positions[:, None] - positions[None, :]
+    is_outside = distances < 0 if attention.window is None else distances.abs() > attention.window
     return (is_outside.to(query.dtype) * MASK_VALUE)[None, None]
 
 

@@ -47,6 +47,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
+from smelt.export.graphs.two_towers import two_tower_graphs
 from smelt.export.lower_opset import OLDEST_TORCH_OPSET, elementwise_layer_norms, lower_opset
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
@@ -352,8 +353,9 @@ def model_graphs(
     kind = family.architecture if family else None
     if isinstance(model, UserModuleForArrays):
         return [_arrays_graph(model)]
-    if family and family.input_kind == "images":
-        return [_image_graph(model, image_size)]
+    if family and family.input_kind in ("images", "images-and-texts"):
+        size = _required_size(image_size)
+        return two_tower_graphs(model, size) if family.towers else [_image_graph(model, size)]
     if kind == "seq2seq" and model.can_generate():
         return seq2seq_graphs(model)
     if is_causal(model.config.to_dict()):
@@ -380,7 +382,7 @@ def _encoder_graph(model: Any, names: list[str], output: str) -> GraphSpec:
     return GraphSpec("model", SinglePassModel(model), ids, names, [output], axes)
 
 
-def _image_graph(model: Any, size: tuple[int, int] | None) -> GraphSpec:
+def _required_size(size: tuple[int, int] | None) -> tuple[int, int]:
     if size is None:
         raise InputError(
             "onnx: a graph needs a fixed image size, and preprocessor_config.json has none. Set size with"
@@ -388,6 +390,10 @@ def _image_graph(model: Any, size: tuple[int, int] | None) -> GraphSpec:
             code="missing-image-size",
             file="preprocessor_config.json",
         )
+    return size
+
+
+def _image_graph(model: Any, size: tuple[int, int]) -> GraphSpec:
     fold_batch_norms(model)
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     return GraphSpec(

@@ -60,8 +60,9 @@ class StandaloneFormat:
         from smelt.generation.backend import GENERATION_GRAPHS
         from smelt.models.tokenizer import read_tokenizer_info
 
-        if task_traits(artifact.manifest.task).modality == "image":
+        if task_traits(artifact.manifest.task).reads_images:
             image_settings(artifact)
+        if not task_traits(artifact.manifest.task).tokenizes:
             return
         tokenizer_info = read_tokenizer_info(artifact.path)
         if tokenizer_info.reader == "transformers":
@@ -86,16 +87,18 @@ class StandaloneFormat:
         """Write the artifact, infer.py with its settings, serve.py, their requirements and a Dockerfile."""
         task = artifact.manifest.task
         settings, notes = infer_settings(artifact, origin.generation)
-        reader = "pillow" if task_traits(task).modality == "image" else settings["tokenizer"]["reader"]
+        traits = task_traits(task)
+        readers = [settings["tokenizer"]["reader"]] if traits.tokenizes else []
+        readers += ["pillow"] if traits.reads_images else []
         copy_artifact(artifact, folder)
         package = task_spec(task).package
         assert package is not None  # of a task in `supported`
-        replaced_modules = {"tokenizers_reader": "sentencepiece_reader"} if reader == "sentencepiece" else {}
+        replaced_modules = {"tokenizers_reader": "sentencepiece_reader"} if "sentencepiece" in readers else {}
         (folder / INFER_FILE).write_text(assemble_script(package.script, replaced_modules), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        extra_packages = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
-        (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *extra_packages), encoding="utf-8")
+        readers += ["jinja2", "markupsafe"] if traits.samples == "prompts" else []
+        (folder / REQUIREMENTS_FILE).write_text(requirements_file(*readers), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         if task_traits(task).modality == "text":
@@ -333,8 +336,9 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
     }
     if artifact.manifest.details.get(DEPENDS_ON_BATCH):
         settings[DEPENDS_ON_BATCH] = True
-    if task_traits(task).modality == "image":
+    if task_traits(task).reads_images:
         settings["images"] = image_settings(artifact)
+    if not task_traits(task).tokenizes:
         return settings, notes
     limit, tokenizer = _tokenizer_settings(artifact, config)
     settings["tokenizer"] = tokenizer

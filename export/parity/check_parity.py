@@ -324,6 +324,8 @@ def _compare(
     """Compare all outputs with `exact`. result: the last output."""
     differences: DifferencesByGraph = {}
     batch = reference.batch
+    if runner.graphs.independent:
+        return _compare_independent(runner, exact.logits, logits_for(runner, reference), kind)
     if exact.encoder_states is not None:
         name, is_token = "encoder_model", batch.attention_mask == 1
         encoder = SingleTexts(runner) if reference.by_text else runner
@@ -348,6 +350,18 @@ def _compare(
     differences[name] = check_output(name, result, exact.logits, outputs, kind)
     if result != "logits":  # the argmax of a vector is not a class
         del differences[name]["agreement"]
+    return differences
+
+
+def _compare_independent(runner: Any, expected: Any, outputs: Any, kind: str) -> DifferencesByGraph:
+    """Compare the outputs of graphs that are called alone, concatenated in the order of the calls."""
+    graphs = runner.graphs.call_order
+    parts = zip(np.split(expected, len(graphs)), np.split(outputs, len(graphs)), strict=True)
+    differences: DifferencesByGraph = {}
+    for graph, (expected_part, part) in zip(graphs, parts, strict=True):
+        [output] = graph.outputs
+        differences[graph.name] = check_output(graph.name, output, expected_part, part, kind)
+        del differences[graph.name]["agreement"]
     return differences
 
 

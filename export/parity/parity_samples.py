@@ -24,9 +24,11 @@ from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT, join_texts, max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
 from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
+from smelt.runtimes.image_text import ImageTextBatch, pad_token_ids
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
 from smelt.runtimes.predict_texts import pad_batch
 from smelt.runtimes.single_call_runners import ArrayBatch
+from smelt.tasks.image_text import captions
 
 PARITY_ROWS, PARITY_LENGTH, PARITY_STEPS = 8, 48, 8
 # samples of the data to choose from
@@ -57,6 +59,8 @@ def parity_samples(
     """
     if task_traits(task).modality == "image":
         return _image_samples(parent, data, rows)
+    if task_traits(task).modality == "image-and-text":
+        return _image_text_samples(parent, data, rows)
     if task_traits(task).modality == "arrays":
         return _array_samples(parent, data, rows)
     tokenizer = load_tokenizer(folder)
@@ -77,6 +81,18 @@ def _image_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[I
         return ImageBatch(random_values.astype(np.float32)), False
     subset = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
     return ImageBatch(stack_image_inputs(split_images(subset, parent.processor))), True
+
+
+def _image_text_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[ImageTextBatch, bool]:
+    """Return images with their captions; without any, random pixels and token ids up to an end."""
+    images, is_real = _image_samples(parent, data, rows)
+    count, tools, split = len(images.pixel_values), parent.text, _select_split(data)
+    if split is None:
+        ids = np.linspace(0, len(tools.tokenizer) - 1, count * 4).astype(np.int64).reshape(count, 4).tolist()
+    else:
+        subset = split.select(np.linspace(0, len(split) - 1, count).astype(int).tolist())
+        ids = encode_texts(captions(subset), tools.tokenizer, tools.max_input_length).ids
+    return ImageTextBatch(images.pixel_values, pad_token_ids(ids, parent.config, tools.tokenizer)), is_real
 
 
 def _array_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[ArrayBatch, bool]:

@@ -49,6 +49,7 @@ from smelt.quantization.layers import float_activations
 from smelt.quantization.scheme import QuantizedGraph
 from smelt.quantization.schemes.nvfp4 import DYNAMIC_QUANTIZE
 from smelt.quantization.schemes.registry import SCHEMES, replace_with_float_nodes
+from smelt.runtimes.image_text import IMAGE_EMBEDS, TEXT_EMBEDS
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE
 from smelt.runtimes.openvino_backend import ACTIVATION_BLOCKS
 from smelt.runtimes.single_call_runners import EMBEDDING_OUTPUT
@@ -93,15 +94,14 @@ LOGITS_TOLERANCES = {
     # 0.007 to 0.034 was measured on tiny models of eight families, 0.012 on a BERT-base of random weights
     "bf16": Tolerance(max_difference=None, mean_difference=0.1),
     # compared with the same graph with float caches: 0.021 to 0.053 on tiny models of seven families, also
-    # with quantized weights; wrong graphs are found by the comparison with numpy
-    # (export/kv_cache.py)
+    # with quantized weights; wrong graphs are found by the comparison with numpy (export/kv_cache.py)
     "int8-caches": Tolerance(max_difference=None, mean_difference=0.2),
     **{kind: Tolerance(None, scheme.tolerance * factor) for kind, scheme, factor in _SCHEME_KINDS},
     # int8 throughout, so one value that rounds differently changes everything after it: 0.006 to 0.034 on
     # tiny models in ONNX Runtime, 0.03 to 0.087 in OpenVINO, where int8 itself was 0.06 to 0.09 off
     INT8_CONVOLUTIONS: Tolerance(max_difference=None, mean_difference=0.2),
 }
-# of a sentence's vector
+VECTOR_OUTPUTS = (EMBEDDING_OUTPUT, IMAGE_EMBEDS, TEXT_EMBEDS)  # of texts and images
 VECTOR_TOLERANCES = LOGITS_TOLERANCES | {
     kind: Tolerance(None, scheme.embedding_tolerance) for kind, scheme, _ in _SCHEME_KINDS
 }
@@ -139,7 +139,7 @@ def check_output(
     std = float(np.std(expected, dtype=np.float64)) or 1.0
     off = np.abs(expected.astype(np.float64) - got) / std
     differences = {"largest": float(off.max()), "mean": float(off.mean())}
-    tolerance = (VECTOR_TOLERANCES if output == EMBEDDING_OUTPUT else LOGITS_TOLERANCES)[kind]
+    tolerance = (VECTOR_TOLERANCES if output in VECTOR_OUTPUTS else LOGITS_TOLERANCES)[kind]
     for name, limit in (("largest", tolerance.max_difference), ("mean", tolerance.mean_difference)):
         if limit is not None and differences[name] > limit:
             raise ParityError(
@@ -280,7 +280,7 @@ def run_exact(model: Any, reference: TorchReference) -> ExactReference:
 def _run_single_pass(model: Any, batch: Batch | FeedBatch) -> FloatArray:
     if isinstance(batch, FeedBatch):
         inputs = {name: torch.from_numpy(value) for name, value in batch.feeds.items()}
-        logits: FloatArray = model(**inputs).logits.numpy()
+        logits: FloatArray = head_output(model(**inputs)).numpy()
         return logits
     ids, mask = _tensors(batch)
     types = {}

@@ -187,7 +187,7 @@ def _require_measurable(
     settings: LoadSettings,
     generation: Mapping[str, Any] | None,
 ) -> None:
-    if task_traits(task).modality == "arrays":
+    if task_traits(task).modality not in ("text", "image"):
         raise InputError(
             f"bench --callers sends texts or images, and the task is {task}. Remove --callers.",
             code="unsupported-task",

@@ -248,9 +248,9 @@ class Model:
         require_safe_artifact(self.artifact, trust_engine)
         self._runner = open_runner(self.artifact, count, device, as_count(workers, "workers"))
         try:
-            if task_traits(self.task).modality == "image":
+            if task_traits(self.task).reads_images:
                 self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- report errors now
-            elif task_traits(self.task).modality != "arrays":
+            if task_traits(self.task).tokenizes:
                 self._runner.text.tokenizer  # noqa: B018 -- load it before the first call
         except BaseException:
             self._runner.close()
@@ -281,7 +281,7 @@ class Model:
         Raises:
             InputError: the model has no text input.
         """
-        if task_traits(self.task).modality != "text":
+        if not task_traits(self.task).tokenizes:
             raise InputError(
                 f"{self._folder}: a model for {self.task} has no tokenizer.",
                 code="does-not-fit-task",
@@ -433,6 +433,34 @@ class Model:
                 return []
             logits = image_logits(self._runner, inputs, size)
         return predictions_from_logits(logits, self._runner.config)
+
+    def match(
+        self,
+        images: Iterable[str | PathLike[str] | Image],
+        texts: Iterable[str],
+        batch_size: int = 32,
+    ) -> list[dict[str, float]]:
+        """Return for each image the probability of each of `texts`, best first.
+
+        Of CLIP they add up to 1 over the texts, of SigLIP each is that of one pair.
+
+        Args:
+            images: as of `classify`.
+            texts: different ones, such as "a photo of a cat".
+            batch_size: images, or texts, per batch.
+
+        Raises:
+            InputError: the model is not one of images and texts or is closed, or an input cannot be read.
+        """
+        from smelt.runtimes.image_text import match_texts
+
+        with self._calls:
+            self._require_method("match")
+            inputs, candidates, truncations = as_images(images), as_texts(texts), TruncationCounter()
+            size = as_count(batch_size, "batch_size")
+            matches = match_texts(self._runner, inputs, candidates, size, truncations) if inputs else []
+            self._warn_truncated(truncations, len(candidates))
+        return matches
 
     def embed(self, texts: Iterable[str], batch_size: int = 32) -> NDArray[np.float32]:
         """Return the embedding of each text, float32 [n, D], in the order of the texts.

@@ -54,10 +54,10 @@ class ExampleOutput:
     @property
     def json_line(self) -> str:
         """Input and output as one line of JSON."""
-        image = self.task.traits.modality == "image"
+        image = self.task.traits.reads_images
         fields: dict[str, Any] = {"image" if image else "text": self.example.text}
         if self.example.text_pair is not None:
-            fields["text_pair"] = self.example.text_pair
+            fields["text" if image else "text_pair"] = self.example.text_pair
         return json.dumps(fields | self.task.result_fields(self.output), ensure_ascii=False)
 
 
@@ -188,10 +188,11 @@ def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
                 f"{name} {number}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.",
                 code="not-utf8",
             )
-    if task_traits(task).modality == "image":
-        for number, text in enumerate(texts, 1):
-            check_image(text, f"{'image' if name == 'text' else name} {number}")
-    return [_split_pair(text) if task_traits(task).text_pair else Example(text) for text in texts]
+    examples = [task_spec(task).parse_argument(text) for text in texts]
+    if task_traits(task).reads_images:
+        for number, example in enumerate(examples, 1):
+            check_image(example.text, f"{'image' if name == 'text' else name} {number}")
+    return examples
 
 
 def strip_lines(stream: Iterable[str]) -> list[str]:
@@ -201,11 +202,6 @@ def strip_lines(stream: Iterable[str]) -> list[str]:
     """
     lines = [line.removesuffix("\n") for line in stream]
     return [line.removeprefix("\ufeff") for line in lines[:1]] + lines[1:]
-
-
-def _split_pair(text: str) -> Example:
-    first_text, tab, second_text = text.partition("\t")
-    return Example(first_text, text_pair=second_text if tab else None)
 
 
 def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example]:
@@ -264,10 +260,15 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
 def _read_rows(path: Path, spec: TaskSpec, column_args: Sequence[str]) -> list[Example]:
     """Read samples as the task does, without targets; a name without a role is the column of the text."""
     columns = parse_columns([item if "=" in item else f"text={item}" for item in column_args])
+    rows = (
+        read_image_rows(path, columns.image, columns.label)
+        if spec.traits.reads_images
+        else read_file_rows(path)
+    )
     with column_options(*spec.input_roles):
         return [
             replace(spec.parse_row(row, location, columns, lacks_target=True), line=None)
-            for location, row in read_file_rows(path)
+            for location, row in rows
         ]
 
 

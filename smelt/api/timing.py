@@ -161,7 +161,7 @@ def timing_samples(
             yield list(split.examples), path
     elif data is not None:
         yield read_samples(data, task, columns), None
-    elif task_traits(task).modality == "image":
+    elif task_traits(task).reads_images:
         raise InputError(
             "--data is missing. Set it to a folder of images with one subfolder per class, or to a"
             " table of image files.",

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,6 +81,9 @@ class SequentialRunner:
         self.encoded: BlockStateCache | None = None
         self._encoded = BlockStateCache(folder / "encoded", limit_bytes)
         self._stack: Stack | None = None
+        self._finished: set[str] = set()  # stacks before it
+        self._towers: list[tuple[Stack, BlockStateCache]] = []  # those that it does not read, and outputs
+        self._folder, self._limit_bytes = folder, limit_bytes
         self._done = 0  # positions of the stack that have run
 
     def run_before(self, block: Block) -> None:
@@ -90,10 +94,16 @@ class SequentialRunner:
         """Run the blocks before position `number` of `stack` that have not run yet."""
         if self._stack is not None and self._stack.name != stack.name:
             self._run_to(len(self._stack_modules(self._stack)))
-            with torch.no_grad():
-                for batch in range(len(self.batches)):
-                    self._encoded.put(batch, self._encoder_states(batch))
-            self.encoded, self._stack = self._encoded, None
+            if self.model.config.is_encoder_decoder:
+                with torch.no_grad():
+                    for batch in range(len(self.batches)):
+                        self._encoded.put(batch, self._encoder_states(batch))
+                self.encoded = self._encoded
+            else:  # of another tower: its blocks return their last output from now on
+                self._towers.append((self._stack, self.states))
+                self.states = BlockStateCache(self._folder / f"states-{stack.name}", self._limit_bytes)
+            self._finished.add(self._stack.name)
+            self._stack = None
         if self._stack is None:
             self._stack, self._done = stack, 0
         self._run_to(number)
@@ -101,7 +111,7 @@ class SequentialRunner:
     def is_past(self, stack: Stack, number: int) -> bool:
         """Return whether position `number` of `stack` has already run."""
         if self._stack is None or self._stack.name != stack.name:
-            return self.encoded is not None
+            return stack.name in self._finished
         return self._done > number
 
     @contextmanager
@@ -308,10 +318,20 @@ class SequentialRunner:
 
         modules: list[Any] = list(dict.fromkeys(stack_modules))
         with ExitStack() as stack:
+            for tower, tower_states in self._towers:
+                output = tower_states.get(number, str(self.model.device))
+                for finished_module in self._stack_modules(tower):
+                    stack.callback(forward_restorer(finished_module))
+                    finished_module.forward = partial(_return_output, output)
             for module in modules:
                 stack.callback(forward_restorer(module))
                 module.forward = stand_in(module.forward)
             yield
+
+
+def _return_output(output: BlockOutput, *args: Any, **kwargs: Any) -> BlockOutput:
+    """Replace the forward of a block."""
+    return output
 
 
 class _StopForward(Exception):  # noqa: N818 - no error: it ends a forward pass after the requested block

@@ -123,6 +123,7 @@ class Columns(BaseModel):
             "content",
             "review",
             "document",
+            "caption",
         ],
     )
     text_pair: str = Field(

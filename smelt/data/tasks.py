@@ -22,22 +22,34 @@ Task = Literal[
     "token-classification",
     "question-answering",
     "image-classification",
+    "image-text",
     "custom",
 ]
-Modality = Literal["text", "image", "arrays"]
+Modality = Literal["text", "image", "image-and-text", "arrays"]
 
 
 @dataclass(frozen=True)
 class TaskTraits:
     """What the samples, the model and the outputs of a task are."""
 
-    samples: Literal["texts", "running-text", "prompts", "images", "arrays"]
+    samples: Literal["texts", "running-text", "prompts", "images", "captioned-images", "arrays"]
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
-    (smelt.data.images); arrays of any meaning."""
+    (smelt.data.images), with or without a text each; arrays of any meaning."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
-    output: Literal["text", "next-token", "masked-tokens", "labels", "tags", "spans", "embedding", "arrays"]
+    output: Literal[
+        "text",
+        "next-token",
+        "masked-tokens",
+        "labels",
+        "tags",
+        "spans",
+        "embedding",
+        "joint-embeddings",
+        "arrays",
+    ]
     """What is scored: generated text, the probability of each next token or of masked tokens, labels of a
-    sample, a tag for each of its words, a span of its second text, its embedding, or arrays."""
+    sample, a tag for each of its words, a span of its second text, its embedding, those of an image and a
+    text in one space, or arrays."""
     auto_class: str | None
     """The class of transformers that makes a model of a config; None for third-party graphs."""
     text_pair: Literal["joined", "separate"] | None = None
@@ -50,13 +62,32 @@ class TaskTraits:
     @property
     def modality(self) -> Modality:
         """What the inputs of the model are made from."""
-        others: dict[str, Modality] = {"images": "image", "arrays": "arrays"}
+        others: dict[str, Modality] = {
+            "images": "image",
+            "captioned-images": "image-and-text",
+            "arrays": "arrays",
+        }
         return others.get(self.samples, "text")
 
     @property
     def classifies(self) -> bool:
         """Whether the head has outputs of its own: for classes of samples or words, or for start and end."""
         return self.output in ("labels", "tags", "spans")
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether a sample has an image."""
+        return self.modality in ("image", "image-and-text")
+
+    @property
+    def tokenizes(self) -> bool:
+        """Whether a sample has a text."""
+        return self.modality in ("text", "image-and-text")
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the outputs are embeddings, which are compared with one another."""
+        return self.output in ("embedding", "joint-embeddings")
 
     @property
     def generates(self) -> bool:
@@ -88,6 +119,9 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
     "token-classification": TaskTraits("texts", "encoder", "tags", "AutoModelForTokenClassification"),
     "question-answering": TaskTraits("texts", "encoder", "spans", "AutoModelForQuestionAnswering", "joined"),
     "image-classification": TaskTraits("images", "encoder", "labels", "AutoModelForImageClassification"),
+    "image-text": TaskTraits(
+        "captioned-images", "encoder", "joint-embeddings", "AutoModel", "separate", has_target_text=True
+    ),
     # Arrays in, arrays out, of any meaning: for third-party ONNX graphs.
     "custom": TaskTraits("arrays", "any", "arrays", None),
 }

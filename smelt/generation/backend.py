@@ -10,7 +10,7 @@ previous calls, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +110,16 @@ Feeds: TypeAlias = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class GraphInterface:
-    """A graph's name, and its required inputs and outputs, without caches."""
+    """A graph's name, and its required inputs and outputs, without caches.
+
+    compute: returns the output of a torch model, given it and the inputs by name; None where the graph is the
+    model's forward, or its encoder.
+    """
 
     name: str
     inputs: frozenset[str]
     outputs: frozenset[str]
+    compute: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class ModelGraphs:
     """The graphs of a model.
 
     main: gives the logits. encoder: called once per batch; every call of `main` takes its outputs.
+    independent: graphs of other inputs, which are called alone.
     uses_cache: whether `main` is called repeatedly, each time with the caches of the previous call.
     generation_graphs: names of graphs with all calls, from `input_ids` to `sequences`; optional in an export.
     """
@@ -130,11 +136,13 @@ class ModelGraphs:
     encoder: GraphInterface | None = None
     uses_cache: bool = True
     generation_graphs: tuple[str, ...] = ()
+    independent: tuple[GraphInterface, ...] = ()
 
     @property
     def call_order(self) -> tuple[GraphInterface, ...]:
         """Return the graphs in the order in which they are called."""
-        return (self.main,) if self.encoder is None else (self.encoder, self.main)
+        encoder = () if self.encoder is None else (self.encoder,)
+        return (*encoder, *self.independent, self.main)
 
 
 class Backend(Protocol):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.files import read_json_object
 from smelt.data.tasks import Task
+from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import Attention, Family, Stack
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import MODULES_FILE
@@ -237,7 +238,7 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
 
 
 def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
-    layers, units = stack.num_layers(config), config.get(stack.feed_forward.intermediate_size_key)
+    layers, units = stack.num_layers(config), config_value(config, stack.feed_forward.intermediate_size_key)
     if layers is None or layers < 1:
         return None
     if not isinstance(units, int):
@@ -259,9 +260,9 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
 
 def _heads(attention: Attention, config: Mapping[str, Any], width: int) -> tuple[int, int, int]:
     """Return the heads of an attention, those of its keys, and the width of a head."""
-    heads = _number(config.get(attention.heads_key)) or 1
-    key_heads = _number(config.get(attention.kv_heads_key)) if attention.kv_heads_key else None
-    head = _number(config.get(attention.head_dim_key)) if attention.head_dim_key else None
+    heads = _number(config_value(config, attention.heads_key)) or 1
+    key_heads = _number(config_value(config, attention.kv_heads_key)) if attention.kv_heads_key else None
+    head = _number(config_value(config, attention.head_dim_key)) if attention.head_dim_key else None
     return heads, key_heads or heads, head or width // heads
 
 

@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from smelt.core.errors import RunError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import empty_model
-from smelt.models.families.registry import reads_images
+from smelt.models.families.registry import reads_images, reads_images_and_texts
+from smelt.models.image_text_model import image_embeds, text_embeds
+from smelt.models.text_rules import position_limit
 from smelt.models.user_module import UserModuleForArrays
 from smelt.quantization.layers import (
     QuantizedActivation,
@@ -38,7 +40,8 @@ def count_operations(model: Any, size: tuple[int, int]) -> int:
     Args:
         model: float, in eval mode; it is not changed.
         size: lengths in tokens, of the input and of the decoder's input (unused without a decoder); of an
-            image height and width; not used for arrays, whose config has their sizes.
+            image height and width, to which a model of images and texts gets a text as long as its limit;
+            not used for arrays, whose config has their sizes.
 
     Raises:
         RunError: `module-failed`: a user's module raises an error; `data-dependent-forward`: it reads values.
@@ -68,7 +71,13 @@ def _count(model: Any, size: tuple[int, int]) -> int:
     counter: Any = FlopCounterMode(display=False)
     # transformers' masks need no values of fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
-        if reads_images(model.config.to_dict()):
+        config = model.config.to_dict()
+        if reads_images_and_texts(config):
+            # an image, and a text of the greatest length
+            image_embeds(model, torch.zeros(1, 3, *size, device=device))
+            length = position_limit(config) or 1
+            text_embeds(model, torch.ones(1, length, dtype=torch.long, device=device))
+        elif reads_images(config):
             model(pixel_values=torch.zeros(1, model.config.num_channels, *size, device=device))
         elif isinstance(model, UserModuleForArrays):
             model(**{name: value.to(device) for name, value in model.example_inputs(1).items()})

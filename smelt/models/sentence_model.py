@@ -106,10 +106,13 @@ def pool_hidden_states(hidden: Tensor, mask: Tensor | None, rules: SentenceRules
 def head_output(output: Any) -> Tensor:
     """Return the output of a transformers model's head: logits, or the vectors of texts.
 
-    Logits of spans are float [B, L, 2], for each token those of a start and of an end.
+    Those of images and texts are float [2 B, D], the images' first. Logits of spans are float [B, L, 2], for
+    each token those of a start and of an end.
     """
     if has_span_logits(output):
         return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    if getattr(output, "image_embeds", None) is not None:
+        return torch.cat([output.image_embeds, output.text_embeds])
     result: Any = output.sentence_embedding if isinstance(output, SentenceOutput) else output.logits
     return cast("Tensor", result)
 

@@ -41,6 +41,7 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import load_json, write_json
 from smelt.core.messages import with_count
 from smelt.data.splits import Split, Windows
+from smelt.models.families.config_keys import config_value, set_config_value
 from smelt.models.families.family import PositionEncoding
 from smelt.models.families.registry import find_family
 from smelt.models.prompt_template import PromptTemplate, open_prompt_template
@@ -417,7 +418,7 @@ NO_LIMIT = 10**9
 def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the number of rows of the position table; None without a table."""
     key = _family_positions(config).max_positions_key
-    num_positions = None if key is None else config.get(key)
+    num_positions = None if key is None else config_value(config, key)
     return num_positions if isinstance(num_positions, int) and num_positions > 0 else None
 
 
@@ -441,7 +442,8 @@ def lower_position_limit(config: dict[str, Any], max_positions: int) -> None:
     """Set the maximum number of tokens of a text in `config`, under its family's key, to `max_positions`."""
     key = _family_positions(config).max_positions_key
     if key is not None:
-        config[key] = min(position_limit(config) or max_positions, max_positions) + position_offset(config)
+        limit = min(position_limit(config) or max_positions, max_positions)
+        set_config_value(config, key, limit + position_offset(config))
 
 
 def max_input_length(tokenizer: Any, config: Mapping[str, Any]) -> int:

@@ -338,5 +338,7 @@ def kept_linear_layers(model: Any) -> Collection[nn.Module]:
 
 
 def fixed_layers(model: Any) -> Collection[nn.Module]:
-    """Return the layers of a user's module that cannot be replaced; none of other models."""
-    return {model.get_submodule(name) for name in getattr(model.config, "fixed_layers", None) or ()}
+    """Return the layers that cannot be replaced, because another module reads their weights."""
+    names = getattr(model.config, "fixed_layers", None) or ()
+    attentions = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    return {model.get_submodule(name) for name in names} | {a.out_proj for a in attentions}

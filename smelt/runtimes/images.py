@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 PROCESSOR_FILE = "preprocessor_config.json"
+JOINT_PROCESSOR_FILE = "processor_config.json"  # of images and texts, as transformers 5 writes it
 DEFAULT_IMAGE_SIZE = 224  # of an image, where a processor does not resize images
 _STANDARD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _CLIP = {
@@ -45,15 +46,18 @@ _CLIP = {
 }
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers of filters
 # Defaults of missing settings, by kind of processor (transformers' classes).
+_CLIP_DEFAULTS: dict[str, Any] = {
+    **_CLIP, "size": {"shortest_edge": 224}, "resample": _BICUBIC, "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+}  # fmt: skip
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ViTImageProcessor": {**_STANDARD, "size": {"height": 224, "width": 224}, "resample": _BILINEAR},
     "ConvNextImageProcessor": {
         **_STANDARD, "size": {"shortest_edge": 384}, "resample": _BICUBIC, "crop_pct": 224 / 256,
     },
-    "BitImageProcessor": {
-        **_CLIP, "size": {"shortest_edge": 224}, "resample": _BICUBIC, "do_center_crop": True,
-        "crop_size": {"height": 224, "width": 224},
-    },
+    "BitImageProcessor": _CLIP_DEFAULTS,
+    "CLIPImageProcessor": _CLIP_DEFAULTS,
+    "SiglipImageProcessor": {**_STANDARD, "size": {"height": 224, "width": 224}, "resample": _BICUBIC},
 }  # fmt: skip
 # For this kind an image whose shorter side has a target below this is first enlarged, then cropped.
 _CROPS, _CROPS_BELOW = "ConvNextImageProcessor", 384
@@ -151,6 +155,11 @@ def read_processor(folder: Path) -> ImageProcessor:
         InputError: there is none, or it has an unsupported setting, which is named.
     """
     path = folder / PROCESSOR_FILE
+    joint_path = folder / JOINT_PROCESSOR_FILE
+    if not path.is_file() and joint_path.is_file():
+        settings = read_json_object(joint_path).get("image_processor")
+        if isinstance(settings, dict):
+            return parse_processor(settings, joint_path)
     if not path.is_file():
         raise InputError(
             f"{folder}: {PROCESSOR_FILE} is missing, the settings for resizing and normalizing images."

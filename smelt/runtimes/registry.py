@@ -18,10 +18,11 @@ from smelt.generation.backend import BackendFactory
 from smelt.generation.generating_runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
 from smelt.generation.runner import Runner, read_model_files
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.models.families.registry import reads_images
+from smelt.models.families.registry import reads_images, reads_images_and_texts
 from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.fixed_shapes import FixedShapeBackend, read_fixed_shape
+from smelt.runtimes.image_text import ImageTextRunner
 from smelt.runtimes.images import ImageClassifierRunner
 from smelt.runtimes.onnx_import.signature import SIGNATURE_FILE as SIGNATURE
 from smelt.runtimes.ort_tensorrt_provider import provider_device
@@ -190,6 +191,7 @@ def runner_class_for(
     | type[EncoderDecoderRunner]
     | type[DecoderOnlyRunner]
     | type[ImageClassifierRunner]
+    | type[ImageTextRunner]
 ):
     """Return the runner class for a model with this config (config.json).
 
@@ -197,6 +199,8 @@ def runner_class_for(
     """
     if reads_images(config):
         return ImageClassifierRunner
+    if reads_images_and_texts(config):
+        return ImageTextRunner
     if is_causal(config):
         return DecoderOnlyRunner
     classifies = has_classifier(config)

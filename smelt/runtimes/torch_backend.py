@@ -8,6 +8,7 @@ Shapes: R = rows, S = input tokens of one call, V = vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,6 +93,11 @@ class TorchBackend(NoGenerationGraphs):
     def call(self, graph: str, feeds: Feeds) -> dict[str, NDArray[Any]]:
         """Run the encoder or the whole model once; return its states, or its logits or vectors."""
         inputs = {n: self._to_device(v) for n, v in feeds.items() if n != "token_type_ids" or self._types}
+        interface = next(each for each in self._graphs.call_order if each.name == graph)
+        if interface.compute is not None:
+            [output_name] = interface.outputs
+            vectors = self._run(partial(interface.compute, self._open_model), **inputs)
+            return {output_name: vectors.cpu().numpy()}
         if graph != self._graphs.main.name:
             return {
                 "last_hidden_state": self._run(self._open_model.get_encoder(), **inputs)

@@ -18,7 +18,7 @@ def mean_input_size(folder: Path, split: Split, task: Task) -> tuple[int, int]:
 
     The tokenizer is that of the model in `folder`, and texts are truncated to its limit. A window of running
     text, or a prompt with its response, is one sequence without target. Of pairs that are embedded
-    separately, each text counts. For images: height and width after preprocessing.
+    separately, each text counts. For images, with or without texts: height and width after preprocessing.
 
     Raises:
         InputError: files of the tokenizer are missing or do not match.
@@ -26,7 +26,7 @@ def mean_input_size(folder: Path, split: Split, task: Task) -> tuple[int, int]:
     from smelt.models.empty_model import load_config
 
     traits, processor = task_traits(task), load_processor(folder)
-    if traits.modality == "image":
+    if traits.reads_images:
         return processor.shape or (DEFAULT_IMAGE_SIZE, DEFAULT_IMAGE_SIZE)
     if traits.modality == "arrays":
         return (0, 0)  # the config has the sizes

@@ -48,7 +48,7 @@ def read_split(
     path = resolve_path(base, origin)
     if task_traits(task).modality == "arrays":
         return split_from_arrays(origin, read_samples(path, name, axes, label_arrays))
-    if task_traits(task).modality == "image":
+    if task_traits(task).reads_images:
         return _read_image_split(path, origin, task_spec(task), columns, name, targets_optional)
     if path.is_file():
         if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":

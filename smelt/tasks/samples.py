@@ -36,9 +36,10 @@ from smelt.data.labels import (
 from smelt.data.splits import Example, Split, input_texts
 from smelt.data.tasks import Task
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.families.registry import reads_arrays, reads_images
+from smelt.models.families.registry import reads_arrays, reads_images, reads_images_and_texts
 from smelt.models.masked_windows import TokenMasker, WindowTokens, fixed_masks
 from smelt.models.tokenizer import EncodedTexts, encode_texts, uses_token_types
+from smelt.runtimes.image_text import read_image_text_processor
 from smelt.runtimes.images import ImageInput, read_processor, stack_image_inputs
 from smelt.runtimes.onnx_import.signature import read_signature
 
@@ -189,6 +190,8 @@ def load_processor(folder: Path) -> Any:
     config = read_json_object(folder / "config.json")
     if reads_images(config):
         return read_processor(folder)
+    if reads_images_and_texts(config):
+        return read_image_text_processor(folder)
     return read_signature(folder) if reads_arrays(config) else load_tokenizer(folder)
 
 

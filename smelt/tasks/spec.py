@@ -104,6 +104,17 @@ class TaskSpec:
         """
         raise NotImplementedError(f"{self.name}: its samples are no rows, and are not encoded")
 
+    def parse_argument(self, text: str) -> Example:
+        """Return the sample of an argument or a line of `smelt predict`; a tab separates the texts of a pair.
+
+        Raises:
+            InputError: it is no input of the task.
+        """
+        if not self.traits.text_pair:
+            return Example(text)
+        first_text, tab, second_text = text.partition("\t")
+        return Example(first_text, text_pair=second_text if tab else None)
+
     def lacks_target(self, row: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has no expected output."""
         return all(row.get(getattr(columns, role)) in (None, "") for role in self.target_roles)

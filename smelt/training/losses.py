@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.data.labels import REGRESSION
+from smelt.models.image_text_model import has_two_towers
 from smelt.models.sentence_model import has_span_logits, head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.tasks.samples import CACHE_INDEX_KEY, IGNORE_INDEX, TOKEN_MASK_KEY, model_problem_type
@@ -328,11 +329,33 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in batch.items() if name not in _NON_INPUTS}
 
 
-def batch_sentence_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the embeddings of a batch's texts, float32 [T, D]; `labels` are not passed to the model."""
-    out: Any = model(**model_inputs(batch))
-    vectors: Tensor = out.sentence_embedding
-    return vectors.float()
+def batch_vectors(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings of a batch, float32 [T, D], of pairs of an image and a text the images' first.
+
+    `labels` are not passed to the model.
+    """
+    return head_output(model(**model_inputs(batch))).float()
+
+
+def contrastive_loss(model: Any, vectors: Tensor) -> Tensor:
+    """Return the loss by which each image and its text recognize each other among those of the batch.
+
+    CLIP's is the mean of the cross-entropies of both directions (Radford et al. 2021, arXiv:2103.00020);
+    SigLIP's, whose model has a bias of the logits, the binary cross-entropy of all pairs, summed over images
+    (Zhai et al. 2023, arXiv:2303.15343). Both are those of transformers' models.
+
+    Args:
+        model: with the scale of the logits, and their bias.
+        vectors: float [2 B, D] of length 1, images first.
+    """
+    inner_model = getattr(model, "module", model)
+    images, texts = vectors.chunk(2)
+    logits = texts @ images.t() * inner_model.logit_scale.exp()
+    if hasattr(inner_model, "logit_bias"):
+        signs = 2 * torch.eye(len(logits), device=logits.device) - 1
+        return -F.logsigmoid(signs * (logits + inner_model.logit_bias)).sum(dim=-1).mean()
+    targets = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.t(), targets)) / 2
 
 
 def cosent_loss(vectors: Tensor, scores: Tensor) -> Tensor:
@@ -430,13 +453,15 @@ def label_objective(
     """Return the function for the mean loss with the labels, smoothed only in training mode.
 
     See `classification_loss` and, with weights of classes, `class_weighted_loss`; for a sentence embedder it
-    is `cosent_loss` with the scores.
+    is `cosent_loss` with the scores, for images and texts `contrastive_loss`.
     """
 
     def objective(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         inner_model: Any = getattr(model, "module", model)
+        if has_two_towers(inner_model):
+            return contrastive_loss(model, batch_vectors(model, batch))
         if is_sentence_model(inner_model):
-            return cosent_loss(batch_sentence_vectors(model, batch), batch["labels"])
+            return cosent_loss(batch_vectors(model, batch), batch["labels"])
         logits, rate = model_logits(model, batch), smoothing if model.training else 0.0
         if class_weights is not None:
             return class_weighted_loss(logits, batch["labels"], class_weights, rate)

@@ -22,6 +22,10 @@ SOURCES = sorted(
 ENDS = "('min', 'opt', 'max')"
 
 
+# the setting `clip` of quantize, which other tools call otherwise
+SETTING_NAMES = {"smelt/pipeline/recipe/validation_errors.py": ["clip"]}
+
+
 def named(text: str) -> list[str]:
     """The strings of `text` that are the name of a family, with their lines; docstrings may speak of them."""
     tree = ast.parse(text)
@@ -35,7 +39,12 @@ def named(text: str) -> list[str]:
 
 def test_family_names_are_only_in_their_files() -> None:
     lines_by_name = {str(path.relative_to(ROOT)): named(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {name: lines for name, lines in lines_by_name.items() if lines} == {}
+    names_by_file = {
+        path: [line.partition(": ")[2].strip("'") for line in lines]
+        for path, lines in lines_by_name.items()
+        if lines
+    }
+    assert names_by_file == SETTING_NAMES
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

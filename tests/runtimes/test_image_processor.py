@@ -7,7 +7,12 @@ import pytest
 from PIL import Image
 
 from smelt.core.errors import InputError
-from smelt.runtimes.images import PROCESSOR_FILE, default_processor_config, read_processor
+from smelt.runtimes.images import (
+    JOINT_PROCESSOR_FILE,
+    PROCESSOR_FILE,
+    default_processor_config,
+    read_processor,
+)
 from tests.support.expected_errors import raises_code
 from tests.support.models import images
 
@@ -22,6 +27,8 @@ KINDS = {
     "convnext, large": ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}}),
     "bit": ("BitImageProcessor", {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16},
                                   "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}),
+    "clip": ("CLIPImageProcessor", {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16}}),
+    "siglip": ("SiglipImageProcessor", {"size": {"height": 20, "width": 24}}),
 }  # fmt: skip
 SIZES = [(33, 20), (20, 33), (16, 16), (7, 5)]
 
@@ -42,6 +49,14 @@ def test_pixels_equal_transformers(kind, tmp_path):
         assert pixels.shape == expected.shape
         assert processor.shape in (None, pixels.shape[1:])
         assert np.abs(pixels - expected).max() < 1e-5
+
+
+def test_settings_of_images_are_read_from_file_of_images_and_texts(tmp_path):
+    settings = default_processor_config(16)
+    (tmp_path / JOINT_PROCESSOR_FILE).write_text(json.dumps({"image_processor": settings}))
+    assert read_processor(tmp_path).shape == (16, 16)
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(default_processor_config(8)))
+    assert read_processor(tmp_path).shape == (8, 8)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
@@ -74,7 +89,7 @@ def test_older_config_files_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "code"), [
-    ({"image_processor_type": "CLIPImageProcessor"}, UNSUPPORTED),
+    ({"image_processor_type": "DetrImageProcessor"}, UNSUPPORTED),
     ({"size": {"longest_edge": 3}}, "wrong-value"), ({"size": {"height": 0, "width": 4}}, "wrong-value"),
     ({"image_std": [0, 1, 1]}, "wrong-value"), ({"resample": "cubic"}, "wrong-value"),
     ({"rescale_factor": -1}, "wrong-value"), ({"do_pad": True}, UNSUPPORTED),

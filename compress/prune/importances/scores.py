@@ -127,7 +127,7 @@ def score_on_labeled_samples(
     Args:
         scored: its `settings.batch_size` is the size of the batches.
         score: a function of the batches.
-        single: whether each batch is one sample, for squared gradients; the loss of sentence pairs compares
+        single: whether each batch is one sample, for squared gradients; the loss of embedders compares
             pairs, so it needs batches anyway.
 
     Raises:
@@ -135,7 +135,7 @@ def score_on_labeled_samples(
     """
     model, settings, ctx = scored.model, scored.settings, scored.ctx
     samples = _labeled_samples(model, scored.src, settings, ctx)
-    one_by_one = single and ctx.traits.output != "embedding"
+    one_by_one = single and not ctx.traits.embeds
     groups = group_by_length(samples, 1 if one_by_one else settings.batch_size, None, None)
     device = torch_device(ctx.device)
     try:

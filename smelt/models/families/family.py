@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from smelt.data.tasks import Task, tasks_with
+from smelt.models.families.config_keys import config_value
 
 
 class RelativeBias(Protocol):
@@ -86,6 +87,7 @@ Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
 SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder")
 DECODER_TASKS = tasks_with(architecture="decoder")
+IMAGE_TEXT_TASKS = tasks_with(architecture="encoder", modality="image-and-text")
 ENCODER_TASKS = tasks_with(architecture="encoder", modality="text")
 IMAGE_TASKS = tasks_with(architecture="encoder", modality="image")
 
@@ -211,7 +213,7 @@ class FeedForward:
 
 MODULE_PREFIX = "network"
 """The name of a user's module in the model that calls it."""
-STACK_NAMES = ("encoder_layers", "decoder_layers", "layers")
+STACK_NAMES = ("encoder_layers", "decoder_layers", "layers", "text_layers", "vision_layers")
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Stack:
     """Consecutive blocks of the same layout."""
 
     name: str
-    """layers, encoder_layers or decoder_layers, as in settings."""
+    """layers, encoder_layers, decoder_layers, text_layers or vision_layers, as in settings."""
     num_layers_key: str
     """The config key for the number of blocks."""
     module_path: str
@@ -239,7 +241,7 @@ class Stack:
 
     def num_layers(self, config: Config) -> int | None:
         """Return the number of blocks in `config`, None if it has none."""
-        number = config.get(self.num_layers_key) or config.get(
+        number = config_value(config, self.num_layers_key) or config.get(
             self.num_layers_fallback_key or self.num_layers_key
         )
         return number if isinstance(number, int) else None
@@ -247,7 +249,8 @@ class Stack:
     def modules(self, model: Any) -> list[Any]:
         """Return the blocks of `model` in the order of their calls; a repeated one has several entries."""
         modules = list(model.get_submodule(self.module_path))
-        return modules * int(getattr(model.config, self.num_layers_key)) if self.repeats_block else modules
+        num_calls = config_value(model.config.to_dict(), self.num_layers_key)
+        return modules * int(num_calls) if self.repeats_block else modules
 
 
 @dataclass(frozen=True)
@@ -317,6 +320,28 @@ def _lists_to_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lists_to_tuples(item) for key, item in value.items()}
     return value
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One of the models of a family with several, for one kind of input."""
+
+    stack: str
+    """The name of its stack."""
+    module: str
+    """The name of its module in the model."""
+    config_key: str
+    """The config key of its config."""
+    model_type: str
+    """The model_type of its config."""
+    class_name: str
+    """The class of transformers that it has alone."""
+    input_kind: Literal["texts", "images"]
+    example: Config = field(default_factory=dict)
+    """Config keys of the tiny model that shows its layout."""
+    pads_to_limit: bool = False
+    """Whether texts are padded to the model's limit, as in training: the embedding is that of the last
+    token."""
 
 
 @dataclass(frozen=True)
@@ -414,8 +439,15 @@ class Family:
     """Fields of its attentions that the layout cannot show."""
     num_layers_fallback_key: str | None = None
     """The config key for the number of blocks of a stack whose own key has no value."""
-    input_kind: Literal["texts", "images", "arrays"] = "texts"
-    """Token ids of texts, pixels of images, or arrays by name."""
+    shared_config_keys: tuple[str, ...] = ()
+    """Config keys of a block's sizes that other parts of the model have too, so that pruned blocks need edits
+    (SigLIP's pooling)."""
+    input_kind: Literal["texts", "images", "images-and-texts", "arrays"] = "texts"
+    """Token ids of texts, pixels of images, both in two towers (`towers`), or arrays by name."""
+    towers: tuple[Tower, ...] = ()
+    """Its separate models of one input each, whose outputs are compared."""
+    embedding_width_key: str | None = None
+    """The config key for the dimension of embeddings; None: the width of the hidden states."""
     is_user_module: bool = False
     """Whether the models are PyTorch modules of the user's own, of any architecture, without a layout."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
@@ -549,7 +581,7 @@ class Family:
 
     def hidden_size(self, config: Config) -> int | None:
         """Return the width of the hidden states, None without a single one in `config`."""
-        size = config.get(self.hidden_size_key)
+        size = config_value(config, self.hidden_size_key)
         return size if isinstance(size, int) else None
 
     def embedding_size(self, config: Config) -> int | None:

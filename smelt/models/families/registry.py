@@ -24,6 +24,7 @@ from smelt.models.families import (
     albert,
     bart,
     bert,
+    clip,
     deberta_v2,
     distilbert,
     electra,
@@ -46,6 +47,7 @@ from smelt.models.families import (
     qwen3,
     resnet,
     roberta,
+    siglip,
     smollm3,
     starcoder2,
     t5,
@@ -53,16 +55,24 @@ from smelt.models.families import (
     vit,
     xlm_roberta,
 )
+from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, resnet)
+_IMAGE_TEXT_MODULES = (clip, siglip)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
+    for module in (
+        *_SEQ2SEQ_MODULES,
+        *_ENCODER_MODULES,
+        *_DECODER_MODULES,
+        *_IMAGE_MODULES,
+        *_IMAGE_TEXT_MODULES,
+    )
 }
 # The names of the families for each task.
 FAMILIES_BY_TASK: dict[Task, tuple[str, ...]] = {
@@ -105,6 +115,12 @@ def reads_images(config: Config) -> bool:
     """Return whether the model of a Hugging Face config takes images instead of texts."""
     family = find_family(config)
     return family is not None and family.input_kind == "images"
+
+
+def reads_images_and_texts(config: Config) -> bool:
+    """Return whether the model of a config takes images and texts, each in a tower of its own."""
+    family = find_family(config)
+    return family is not None and family.input_kind == "images-and-texts"
 
 
 def reads_arrays(config: Config) -> bool:
@@ -212,6 +228,12 @@ def model_attentions(model: Any) -> list[Attention]:
 
 def token_lookup_modules(model: Any) -> list[Any]:
     """Return the modules that look up token ids, of any type."""
+    family = family_of(model)
+    if family is not None and family.towers:
+        tables = [
+            table for stack in family.stacks(model.config.to_dict()) for table in stack.stream.embeddings
+        ]
+        return [model.get_submodule(table.rpartition(".")[0]) for table in tables[:1]]
     modules = [model.get_input_embeddings()]
     if model.config.is_encoder_decoder:
         modules += [model.get_encoder().get_input_embeddings(), model.get_decoder().get_input_embeddings()]
@@ -508,7 +530,7 @@ def _attention_output_input(model: Any, attention: Attention) -> SharedInput:
 def _feed_forward_output_input(model: Any, part: FeedForward, config: dict[str, Any]) -> SharedInput:
     """Return the input of the last linear layer of a feed-forward part, if gated or after ReLU."""
     if part.gate is None:
-        is_scale_invariant = config.get(part.activation_key) in _SCALE_INVARIANT
+        is_scale_invariant = config_value(config, part.activation_key) in _SCALE_INVARIANT
         return SharedInput((part.down,), part.up if is_scale_invariant else None)
     is_ungated, first = (
         (part.gate, part.gate_first) if part.activated_layer == "up" else (part.up, not part.gate_first)

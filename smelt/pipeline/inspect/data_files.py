@@ -109,7 +109,7 @@ def _data_files(paths: Sequence[Path], task: Task) -> tuple[list[Path], set[Path
     files: list[Path] = []
     subfolders: set[Path] = set()
     for path in paths:
-        if task_traits(task).modality == "image" and path.is_dir():
+        if task_traits(task).reads_images and path.is_dir():
             files += _image_splits_in_folder(path, task)
         elif path.is_dir() and task_traits(task).modality == "arrays" and (folders := _call_folders(path)):
             files += folders
@@ -246,7 +246,7 @@ def _is_readable_for(path: Path, task: Task) -> bool:
     kind = data_suffix(path)
     if task_traits(task).modality == "arrays":
         return kind == ARCHIVE_SUFFIX
-    if task_traits(task).modality == "image" and kind == ARCHIVE_SUFFIX:
+    if task_traits(task).reads_images and kind == ARCHIVE_SUFFIX:
         return True
     if kind == ".txt" and task_traits(task).samples != "running-text":
         return is_plain_text(path.name, task) and _split_in_name(path.name) == "calibration"
@@ -258,11 +258,11 @@ def _split_of_path(path: Path, task: Task | None = None) -> str | None:
         *_DATA_SUFFIXES,
         *(
             (ARCHIVE_SUFFIX,)
-            if task in (*tasks_with(modality="image"), *tasks_with(modality="arrays"))
+            if task in (*tasks_with(reads_images=True), *tasks_with(modality="arrays"))
             else ()
         ),
     )
-    folder_tasks = (*tasks_with(modality="image"), *tasks_with(modality="arrays"))
+    folder_tasks = (*tasks_with(reads_images=True), *tasks_with(modality="arrays"))
     if not is_data_file and not (task in folder_tasks and path.is_dir()):
         return None
     return _split_in_name(path.name)
@@ -294,7 +294,7 @@ def _renamed_columns(path: Path, task: Task, columns: Mapping[str, str]) -> dict
         data_suffix(path) == ".txt" and task_traits(task).samples == "running-text"
     ):
         return {}
-    if task_traits(task).modality == "image" and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
+    if task_traits(task).reads_images and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
         return {}
     row = next((row for _, row in read_file_rows(path)), {})
     if task_traits(task).samples == "prompts" and row_layout(row, Columns(**columns)) is not None:

@@ -345,7 +345,7 @@ def _main_metric(model_info: ModelInfo, data: DataInfo | None) -> str:
         path, columns = next(iter(data.splits.values())), Columns()
         samples = (
             read_image_rows(path, columns.image, column)
-            if model_info.traits.modality == "image"
+            if model_info.traits.reads_images
             else read_file_rows(path)
         )
         for _, row in itertools.islice(samples, _LABEL_SAMPLE_ROWS):

@@ -404,7 +404,7 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
     if (
         not settings
         or not model_info.parameters
-        or model_info.traits.modality == "image"
+        or model_info.traits.reads_images
         or "train" not in data.splits
     ):
         return None

@@ -111,6 +111,10 @@ def _image_errors(
     recipe: ParsedRecipe, model: UntrainedModel, config: Mapping[str, Any]
 ) -> Iterator[Finding]:
     path: KeyPath = ("model", "image_size")
+    if recipe.traits.modality == "image-and-text":
+        text = f"a model for {recipe.task} is not made from a config. Make its folder with transformers."
+        yield ("model", "config"), error_message("does-not-fit-task", text)
+        return
     if recipe.traits.modality != "image":
         if model.image_size is not None:
             text = f"only for {task_names(modality='image')}; the task is {recipe.task}. Remove it."

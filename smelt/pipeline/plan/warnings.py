@@ -179,7 +179,7 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
         f" of {_MIN_CHARACTERS} characters or more" if task_traits(task).samples == "running-text" else ""
     )
     match_text, noun = (
-        ("byte for byte", "image") if task_traits(task).modality == "image" else ("word for word", "text")
+        ("byte for byte", "image") if task_traits(task).reads_images else ("word for word", "text")
     )
     text = f"{len(copies):,} of {len(samples):,} test samples{length_text} are also in {name}, {match_text}"
     if len(shared_samples) > len(copies):

@@ -20,7 +20,7 @@ from smelt.models.families.registry import FAMILIES
 from smelt.stage import Context
 from smelt.tasks.read_split import read_split
 from tests.support import harness
-from tests.support.models import causal, classifiers, images, seq2seq, tiny
+from tests.support.models import causal, classifiers, image_text, images, seq2seq, tiny
 from tests.support.pairs.matrix import is_full_matrix
 from tests.support.shared_folders import make_once
 
@@ -113,6 +113,8 @@ MODELS: dict[str, TinyFamily] = {
     "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
     "vit": TinyFamily(STACK, images.write_model),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
+    "clip": TinyFamily(STACK, image_text.write_model),
+    "siglip": TinyFamily(STACK, partial(image_text.write_model, family="siglip"), like="clip"),
 }  # fmt: skip
 """The tiny model of each family: whoever tests every family takes it from here."""
 CONFIGS = {name: model.config for name, model in MODELS.items() if model.config}

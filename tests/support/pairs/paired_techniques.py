@@ -16,7 +16,17 @@ from typing import Any
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.schemes.registry import SCHEMES
-from tests.support.models import causal, embedders, every_family, images, masked, questions, taggers, tiny
+from tests.support.models import (
+    causal,
+    embedders,
+    every_family,
+    image_text,
+    images,
+    masked,
+    questions,
+    taggers,
+    tiny,
+)
 from tests.support.schemes import small_settings
 
 
@@ -56,6 +66,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "language-modeling": lambda path: causal.write_lines(path, 1),
     "sentence-similarity": embedders.write_rows, masked.TASK: masked.write_lines,
     taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows,
+    image_text.TASK: image_text.write_pairs,
 }  # fmt: skip
 
 
@@ -86,6 +97,10 @@ class Technique:
             # of layers whose parts are removed with equal losses, the first loses its parts
             options["student"] = {"decoder_layers": options["student"]["layers"], "layer_selection": "last"}
         if model.task == "image-classification":
+            options.pop("losses", None)
+        if "student" in options and model.task == image_text.TASK:
+            options["student"] = {"text_layers": options["student"]["layers"]}
+        if model.task == image_text.TASK:
             options.pop("losses", None)
         if model.task == "sentence-similarity" and "losses" in options:
             options["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}

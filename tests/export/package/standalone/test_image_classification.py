@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smelt.export.package.standalone import image_classification
-from smelt.export.package.standalone.image_classification import preprocess_image
+from smelt.export.package.standalone import image_files
+from smelt.export.package.standalone.image_files import preprocess_image
 from smelt.runtimes.images import load_pixels as pixels_in_smelt
 from smelt.runtimes.images import parse_processor
 from tests.support.models import images
@@ -78,7 +78,7 @@ def test_invalid_image_raises_value_error(data, tmp_path):
 
 @pytest.mark.parametrize("limit", ["MAX_FILE_BYTES", "MAX_PIXELS"])
 def test_oversized_images_are_rejected_before_decoding(limit, monkeypatch):
-    monkeypatch.setattr(image_classification, limit, 80)
-    monkeypatch.setattr(image_classification, "upright_rgb", lambda image: pytest.fail("it is decoded"))
+    monkeypatch.setattr(image_files, limit, 80)
+    monkeypatch.setattr(image_files, "upright_rgb", lambda image: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, check=lambda error: type(error) is ValueError):
         preprocess_image(FILES["wide"], asdict(parse_processor(PROCESSORS["both sides"], Path("p.json"))))

@@ -24,7 +24,7 @@ from smelt.evaluate.report.render import render_html
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 REPORT, PICTURE = IMAGES / "report.json.gz", IMAGES / "report.png"
-WIDTH, HEIGHT = 1200, 1150
+WIDTH, HEIGHT = 1200, 1180
 """Size in pixels: the verdict and the scores on test."""
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

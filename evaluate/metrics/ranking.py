@@ -10,6 +10,7 @@ Shapes: q = queries.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb, log2
@@ -44,7 +45,7 @@ Ranking = list[list[float]]
 """The relevance of the passages of a query, best score first; those with one score are one list."""
 
 
-class RankMetric(Metric[RankedSamples]):
+class RankMetric(Metric[RankedSamples], ABC):
     """Rows, K = 1: the value of each query, 0 to 1."""
 
     samples = (RankedSamples,)
@@ -64,9 +65,9 @@ class RankMetric(Metric[RankedSamples]):
         """Return what the signature says of the gain."""
         return ""
 
+    @abstractmethod
     def query_value(self, ranking: Ranking, k: int) -> float:
         """Return the value of one query, 0 to 1."""
-        raise NotImplementedError
 
     def example_values(self, rows: Array) -> Array | None:
         """Return None: a row is a query, not a sample."""

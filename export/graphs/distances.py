@@ -77,7 +77,7 @@ def projected_bias(
 def _align_distances(products: Tensor) -> Tensor:
     """Return [B, H, S, S], in column j of row i the entry S - 1 - i + j of the row, from [B, H, S, 2 S - 1].
 
-    With a padded column the rows begin one entry earlier each if they are divided anew (Dai et al. 2019,
+    With a padded column the rows begin one entry earlier each if they are divided again (Dai et al. 2019,
     arXiv:1901.02860, appendix B), which is cheaper than a gather.
     """
     length, width = products.shape[2:]

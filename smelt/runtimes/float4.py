@@ -56,29 +56,29 @@ def _quantize_blocks(node: Any) -> list[Any]:
     from onnx import TensorProto
 
     codes, scales = node.output
-    made = _Nodes(codes)
-    x = made.add("Cast", node.input[0], to=TensorProto.FLOAT)
-    global_scale = made.add("Cast", node.input[1], to=TensorProto.FLOAT)
-    shape = made.add("Shape", x)
-    blocks = made.add("Reshape", x, made.constant([-1, BLOCK_SIZE]))
-    amax = made.add("ReduceMax", made.add("Abs", blocks), made.constant([1]), keepdims=1)
-    ratio = made.add("Div", made.add("Div", amax, made.constant(E2M1_MAX)), global_scale)
-    stored = made.add("Cast", made.add("Min", ratio, made.constant(E4M3_MAX)), to=TensorProto.FLOAT8E4M3FN)
-    scale = made.add("Mul", made.add("Cast", stored, to=TensorProto.FLOAT), global_scale)
-    zero, one, two, four = (made.constant(float(value)) for value in (0, 1, 2, 4))
-    divisor = made.add("Where", made.add("Equal", scale, zero), one, scale)
-    values = made.add("Div", blocks, divisor)
+    graph = _Nodes(codes)
+    x = graph.add("Cast", node.input[0], to=TensorProto.FLOAT)
+    global_scale = graph.add("Cast", node.input[1], to=TensorProto.FLOAT)
+    shape = graph.add("Shape", x)
+    blocks = graph.add("Reshape", x, graph.constant([-1, BLOCK_SIZE]))
+    amax = graph.add("ReduceMax", graph.add("Abs", blocks), graph.constant([1]), keepdims=1)
+    ratio = graph.add("Div", graph.add("Div", amax, graph.constant(E2M1_MAX)), global_scale)
+    stored = graph.add("Cast", graph.add("Min", ratio, graph.constant(E4M3_MAX)), to=TensorProto.FLOAT8E4M3FN)
+    scale = graph.add("Mul", graph.add("Cast", stored, to=TensorProto.FLOAT), global_scale)
+    zero, one, two, four = (graph.constant(float(value)) for value in (0, 1, 2, 4))
+    divisor = graph.add("Where", graph.add("Equal", scale, zero), one, scale)
+    values = graph.add("Div", blocks, divisor)
     # the distance of two numbers is 0.5 below 2, 1 below 4, and 2 above
-    size = made.add("Abs", values)
-    wide = made.add("Where", made.add("Less", size, four), one, two)
-    step = made.add("Where", made.add("Less", size, two), made.constant(0.5), wide)
-    rounded = made.add("Mul", made.add("Round", made.add("Div", values, step)), step)
-    clipped = made.add("Clip", rounded, made.constant(-E2M1_MAX), made.constant(E2M1_MAX))
-    made.add("Cast", made.add("Reshape", clipped, shape), to=TensorProto.FLOAT8E4M3FN, result=codes)
-    first_axes = made.add("Slice", shape, made.constant([0]), made.constant([-1]))
-    blocks_shape = made.add("Concat", first_axes, made.constant([-1]), axis=0)
-    made.add("Reshape", stored, blocks_shape, result=scales)
-    return made.nodes
+    size = graph.add("Abs", values)
+    wide = graph.add("Where", graph.add("Less", size, four), one, two)
+    step = graph.add("Where", graph.add("Less", size, two), graph.constant(0.5), wide)
+    rounded = graph.add("Mul", graph.add("Round", graph.add("Div", values, step)), step)
+    clipped = graph.add("Clip", rounded, graph.constant(-E2M1_MAX), graph.constant(E2M1_MAX))
+    graph.add("Cast", graph.add("Reshape", clipped, shape), to=TensorProto.FLOAT8E4M3FN, result=codes)
+    first_axes = graph.add("Slice", shape, graph.constant([0]), graph.constant([-1]))
+    blocks_shape = graph.add("Concat", first_axes, graph.constant([-1]), axis=0)
+    graph.add("Reshape", stored, blocks_shape, result=scales)
+    return graph.nodes
 
 
 class _Nodes:

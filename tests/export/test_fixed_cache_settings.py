@@ -62,7 +62,7 @@ def test_windows_beyond_the_caches_are_refused(tmp_path):
     require_room_for_windows(FIXED.model_copy(update={"cache_length": 64}), folder, default)
 
 
-def test_caches_raise_the_opset_unless_it_is_for_older_runtimes():
+def test_cache_length_raises_opset_unless_opset_is_for_older_runtimes():
     model = SimpleNamespace(modules=list)
     assert required_opset(FIXED, model) == 24
     assert required_opset(OnnxSettings(target="tensorrt", cache_length=32), model) == 24

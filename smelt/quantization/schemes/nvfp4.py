@@ -217,10 +217,10 @@ class Nvfp4(Scheme):
         common = torch.stack([matrix.tensor(_GLOBAL_SCALE) for matrix in siblings]).max()
         tensors = []
         for matrix in siblings:
-            own, block_scales = matrix.tensor(_GLOBAL_SCALE), matrix.tensor(_BLOCK_SCALES)
-            rescaled = block_scales * (own / common)
+            matrix_scale, block_scales = matrix.tensor(_GLOBAL_SCALE), matrix.tensor(_BLOCK_SCALES)
+            rescaled = block_scales * (matrix_scale / common)
             is_exact = bool(to_e4m3(rescaled).float().equal(rescaled))
-            scales, global_scale = (rescaled, common) if is_exact else (block_scales, own)
+            scales, global_scale = (rescaled, common) if is_exact else (block_scales, matrix_scale)
             entry = {"weight_scale": scales, "weight_global_scale": 1 / global_scale.reshape(1)}
             if matrix.has(INPUT_SCALE):
                 entry["input_global_scale"] = 1 / matrix.tensor(INPUT_SCALE).reshape(1)

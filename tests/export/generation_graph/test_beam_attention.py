@@ -52,9 +52,9 @@ def test_later_step_reads_keys_of_parents_and_own_new_key():
     earlier = table_of([[1, 0], [1, 1], [0, 1]], [[1, 1], [1, 1], [1, 0]])
     parents = np.array([[2, 0, 2], [1, 2, 0]])
     second_table, later_table = run(b, [second, later], {"earlier": earlier[:, None], "parents": parents})
-    own = table_of([1, 0, 0], [0, 1, 0], [0, 0, 1])
-    np.testing.assert_array_equal(second_table[0, 0], np.hstack([np.zeros((3, 1)), own]))
-    expected = [np.hstack([earlier[i, parents[i]], own]) for i in range(2)]
+    new_rows = table_of([1, 0, 0], [0, 1, 0], [0, 0, 1])
+    np.testing.assert_array_equal(second_table[0, 0], np.hstack([np.zeros((3, 1)), new_rows]))
+    expected = [np.hstack([earlier[i, parents[i]], new_rows]) for i in range(2)]
     np.testing.assert_array_equal(later_table[:, 0], expected)
 
 
@@ -69,12 +69,12 @@ def test_keys_that_no_beam_reads_are_dropped(sentences):
     b = GraphBuilder()
     names = keep_read_keys(b, "table", ["c0", "c1", "c2"], [2, 2, 1], "sentences")
     feeds = {f"c{index}": cache for index, cache in enumerate(caches)}
-    own = np.broadcast_to(table_of([1, 0], [0, 1]), (3, 2, 2))
-    with_own = np.concatenate([table, own], axis=2)[:, None]
+    new_rows = np.broadcast_to(table_of([1, 0], [0, 1]), (3, 2, 2))
+    with_own = np.concatenate([table, new_rows], axis=2)[:, None]
     feeds |= {"table": with_own, "sentences": np.array(sentences, np.int64)}
     next_step, *kept_caches = run(b, names, feeds)
     kept_table, kept_own = next_step[:, 0, :, :-2], next_step[:, 0, :, -2:]
-    np.testing.assert_array_equal(kept_own, own[sentences])
+    np.testing.assert_array_equal(kept_own, new_rows[sentences])
     most = max([(table[i] == 0).any(axis=0).sum() for i in sentences], default=0)
     assert kept_table.shape == (len(sentences), 2, most)
     for row, sentence in enumerate(sentences):

@@ -166,8 +166,8 @@ def test_4_bit_floats_are_read_with_equal_weights(options, layout, tmp_path):
         harness.logits(model.bfloat16())  # the library unpacks weights at the first call, in this type
         layer = model.model.layers[0].mlp.up_proj
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        own = load_model(source)[0].model.layers[0].mlp.up_proj
-        expected, floats = own(x.float()), x.float() @ own.matrix.dequantize().t()
+        source_layer = load_model(source)[0].model.layers[0].mlp.up_proj
+        expected, floats = source_layer(x.float()), x.float() @ source_layer.matrix.dequantize().t()
         # the library's bfloat16 against float32; 4-bit activations differ by 0.34 from float ones
         assert (layer(x).float() - expected).abs().max() < 0.02 * expected.std()
         assert (floats - expected).abs().max() > 0.2 * expected.std()

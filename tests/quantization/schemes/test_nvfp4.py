@@ -76,11 +76,11 @@ def test_library_of_the_format_computes_the_same_numbers():
     matrix = schemes.rounded_matrix("nvfp4", weight)
     args = QuantizationArgs(**matrix.scheme.checkpoint_args(matrix.options)["weights"])
     inverse = generate_gparam(weight.min(), weight.max())
-    own = 1 / matrix.tensor("global_scale")
-    assert 0.5 < (own / inverse).item() <= 1  # rounded up, so its inverse is not larger
+    stored_scale = 1 / matrix.tensor("global_scale")
+    assert 0.5 < (stored_scale / inverse).item() <= 1  # rounded up, so its inverse is not larger
     groups = weight.reshape(6, -1, 16)
-    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args, own)
-    values = fake_quantize(weight, scales, zeros, args, global_scale=own)
+    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args, stored_scale)
+    values = fake_quantize(weight, scales, zeros, args, global_scale=stored_scale)
     assert matrix.tensor("block_scales").equal(scales.float())
     assert values.equal(matrix.dequantize())
 

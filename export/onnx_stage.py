@@ -385,9 +385,12 @@ class Onnx(Stage[OnnxSettings]):
             error_message("unsupported-task", reason, setting=name)
             for name, reason in unsupported_sizes(settings, task).items()
         ]
-        if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
-            text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
+        if task_traits(task).modality in ("arrays", "audio") and settings.target != "ort-cpu":
+            text = f"{settings.target}: a model for {task} is exported for ort-cpu only."
             errors.append(error_message("unsupported-task", text, setting="target"))
+        if task_traits(task).modality == "audio" and settings.dtype != "fp32":
+            text = f"{settings.dtype}: a model for {task} is exported in fp32 only, also with int8 weights."
+            errors.append(error_message("unsupported-task", text, setting="dtype"))
         if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
             text = (
                 f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
@@ -451,7 +454,7 @@ class Onnx(Stage[OnnxSettings]):
             sorted(ctx.out.glob("*.onnx"))
         )
         copy_tokenizer(src.path, ctx.out)
-        if ctx.traits.modality == "text":
+        if ctx.traits.has_tokenizer:
             add_tokenizer(src.path, ctx)
 
 
@@ -577,7 +580,9 @@ def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | FeedBatch:
 
     batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task)
     if not is_real:
-        input_kind = {"text": "token ids", "image": "images"}.get(ctx.traits.modality, "arrays")
+        input_kind = {"text": "token ids", "image": "images", "audio": "audio"}.get(
+            ctx.traits.modality, "arrays"
+        )
         ctx.warn(
             "made-up-inputs",
             f"Parity was checked on random {input_kind}, because the recipe has no train or "

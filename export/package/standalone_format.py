@@ -94,7 +94,8 @@ class StandaloneFormat:
         (folder / INFER_FILE).write_text(assemble_script(package.script, replaced_modules), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        extra_packages = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
+        prompt_libraries = ("jinja2", "markupsafe") if task_traits(task).samples == "prompts" else ()
+        extra_packages = tuple(name for name in (*package.libraries, *prompt_libraries) if name != reader)
         (folder / REQUIREMENTS_FILE).write_text(requirements_file(reader, *extra_packages), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
@@ -252,9 +253,10 @@ def serve_requirements_file() -> str:
 def curl_command(task: str) -> str:
     """Return the shell command that sends a request to the service."""
     url = f"http://127.0.0.1:{PORT}/predict"
-    if task_traits(task).modality == "image":
-        return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
     spec = task_spec(task)
+    if spec.package is not None and (media := spec.package.media):
+        file = {"image/jpeg": "photo.jpg"}.get(media, spec.command_input)
+        return f"curl -H 'Content-Type: {media}' --data-binary @{file} {url}"
     return f"""curl --json '{{"inputs": [{spec.service_input or spec.command_input}]}}' {url}"""
 
 
@@ -414,7 +416,7 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
     from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
     from smelt.generation.search import generation_feeds
 
-    feeds = generation_feeds(decoding, 1, vocabulary)
+    feeds = generation_feeds(decoding, len(decoding.decoder_prompt) or 1, vocabulary)
     single_token_prompt = decoding.start is not None  # so the longest output is known
     copied_fields = (
         "max_new_tokens",
@@ -428,7 +430,7 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
     return {
         "graph": f"{BEAM_SEARCH_GRAPH if decoding.num_beams > 1 else GREEDY_GRAPH}.onnx",
         **{name: getattr(decoding, name) for name in copied_fields},
-        **({"max_new_tokens": decoding.max_total_length(1) - 1} if single_token_prompt else {}),
+        **({"max_new_tokens": decoding.max_new_after_start} if single_token_prompt else {}),
         "eos": decoding.eos,
         # as in the rules, an end token is not a bad word
         "bad_words": [

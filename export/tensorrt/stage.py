@@ -21,7 +21,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.messages import Message
 from smelt.data.splits import Example, input_texts
-from smelt.data.tasks import ALL_TASKS, Task, task_traits
+from smelt.data.tasks import GRAPH_TASKS, Task, task_traits
 from smelt.export.settings import FIXED_SIZES, ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
@@ -77,7 +77,7 @@ class TensorrtStage(Stage[TensorrtSettings]):
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 6
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(GRAPH_TASKS)
 
     @classmethod
     def estimate_size(cls, settings: TensorrtSettings, inputs: SizeInputs) -> StepSize:

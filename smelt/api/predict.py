@@ -54,8 +54,7 @@ class ExampleOutput:
     @property
     def json_line(self) -> str:
         """Input and output as one line of JSON."""
-        image = self.task.traits.modality == "image"
-        fields: dict[str, Any] = {"image" if image else "text": self.example.text}
+        fields: dict[str, Any] = {self.task.traits.modality: self.example.text}
         if self.example.text_pair is not None:
             fields["text_b"] = self.example.text_pair
         return json.dumps(fields | self.task.result_fields(self.output), ensure_ascii=False)
@@ -188,9 +187,9 @@ def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
                 f"{name} {number}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.",
                 code="not-utf8",
             )
-    if task_traits(task).modality == "image":
-        for number, text in enumerate(texts, 1):
-            check_image(text, f"{'image' if name == 'text' else name} {number}")
+    modality = task_traits(task).modality
+    for number, text in enumerate(texts, 1):
+        task_spec(task).check_input(text, f"{modality if name == 'text' else name} {number}")
     return [_split_pair(text) if task_traits(task).text_pair else Example(text) for text in texts]
 
 
@@ -263,11 +262,12 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
 
 def _read_rows(path: Path, spec: TaskSpec, column_args: Sequence[str]) -> list[Example]:
     """Read samples as the task does, without targets; a name without a role is the column of the text."""
-    columns = parse_columns([item if "=" in item else f"text={item}" for item in column_args])
+    default_role = "text" if "text" in spec.input_roles else spec.input_roles[0]
+    columns = parse_columns([item if "=" in item else f"{default_role}={item}" for item in column_args])
     with column_options(*spec.input_roles):
         return [
             replace(spec.parse_row(row, location, columns, lacks_target=True), line=None)
-            for location, row in read_file_rows(path)
+            for location, row in spec.read_rows(path, columns)
         ]
 
 

@@ -14,6 +14,7 @@ from smelt.core.errors import InputError
 Task = Literal[
     "translation",
     "summarization",
+    "speech-recognition",
     "text-classification",
     "language-modeling",
     "text-generation",
@@ -24,16 +25,16 @@ Task = Literal[
     "image-classification",
     "custom",
 ]
-Modality = Literal["text", "image", "arrays"]
+Modality = Literal["text", "image", "audio", "arrays"]
 
 
 @dataclass(frozen=True)
 class TaskTraits:
     """What the samples, the model and the outputs of a task are."""
 
-    samples: Literal["texts", "running-text", "prompts", "images", "arrays"]
+    samples: Literal["texts", "running-text", "prompts", "images", "audio", "arrays"]
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
-    (smelt.data.images); arrays of any meaning."""
+    (smelt.data.images) or of audio (smelt.data.audio); arrays of any meaning."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
     output: Literal["text", "next-token", "masked-tokens", "labels", "tags", "spans", "embedding", "arrays"]
     """What is scored: generated text, the probability of each next token or of masked tokens, labels of a
@@ -50,8 +51,13 @@ class TaskTraits:
     @property
     def modality(self) -> Modality:
         """What the inputs of the model are made from."""
-        others: dict[str, Modality] = {"images": "image", "arrays": "arrays"}
+        others: dict[str, Modality] = {"images": "image", "audio": "audio", "arrays": "arrays"}
         return others.get(self.samples, "text")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether inputs or targets are tokens of a text."""
+        return self.modality in ("text", "audio")
 
     @property
     def classifies(self) -> bool:
@@ -68,6 +74,9 @@ _TEXT_TO_TEXT = TaskTraits("texts", "encoder-decoder", "text", "AutoModelForSeq2
 TASK_TRAITS: dict[Task, TaskTraits] = {
     "translation": _TEXT_TO_TEXT,
     "summarization": _TEXT_TO_TEXT,
+    "speech-recognition": TaskTraits(
+        "audio", "encoder-decoder", "text", "AutoModelForSpeechSeq2Seq", has_target_text=True
+    ),
     "text-classification": TaskTraits(
         "texts", "encoder", "labels", "AutoModelForSequenceClassification", "joined", optional_labels=True
     ),
@@ -92,6 +101,8 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
     "custom": TaskTraits("arrays", "any", "arrays", None),
 }
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
+# Of exported graphs that other stages may change.
+GRAPH_TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if TASK_TRAITS[task].modality != "audio")
 
 
 def task_traits(task: str) -> TaskTraits:

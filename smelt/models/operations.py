@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smelt.core.errors import RunError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import empty_model
-from smelt.models.families.registry import reads_images
+from smelt.models.families.registry import reads_audio, reads_images
 from smelt.models.user_module import UserModuleForArrays
 from smelt.quantization.layers import (
     QuantizedActivation,
@@ -68,7 +68,14 @@ def _count(model: Any, size: tuple[int, int]) -> int:
     counter: Any = FlopCounterMode(display=False)
     # transformers' masks need no values of fake tensors
     with FakeTensorMode(allow_non_fake_inputs=True), counter:
-        if reads_images(model.config.to_dict()):
+        if reads_audio(model.config.to_dict()):
+            frames = 2 * model.config.max_source_positions  # a window has one size
+            model(
+                torch.zeros(1, model.config.num_mel_bins, frames, device=device),
+                decoder_input_ids=torch.ones(1, size[1], dtype=torch.long, device=device),
+                use_cache=False,
+            )
+        elif reads_images(model.config.to_dict()):
             model(pixel_values=torch.zeros(1, model.config.num_channels, *size, device=device))
         elif isinstance(model, UserModuleForArrays):
             model(**{name: value.to(device) for name, value in model.example_inputs(1).items()})

@@ -79,7 +79,8 @@ class ResidualStream:
 
 Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
-SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder")
+SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder", modality="text")
+SPEECH_TASKS = tasks_with(architecture="encoder-decoder", modality="audio")
 DECODER_TASKS = tasks_with(architecture="decoder")
 ENCODER_TASKS = tasks_with(architecture="encoder", modality="text")
 IMAGE_TASKS = tasks_with(architecture="encoder", modality="image")
@@ -403,8 +404,8 @@ class Family:
     """Fields of its attentions that the layout cannot show."""
     num_layers_fallback_key: str | None = None
     """The config key for the number of blocks of a stack whose own key has no value."""
-    input_kind: Literal["texts", "images", "arrays"] = "texts"
-    """Token ids of texts, pixels of images, or arrays by name."""
+    input_kind: Literal["texts", "images", "audio", "arrays"] = "texts"
+    """Token ids of texts, pixels of images, spectrograms of audio, or arrays by name."""
     is_user_module: bool = False
     """Whether the models are PyTorch modules of the user's own, of any architecture, without a layout."""
     renamed_tensors: tuple[tuple[str, str], ...] = ()
@@ -496,13 +497,15 @@ class Family:
     @property
     def architecture(self) -> Architecture:
         """What its blocks form, by its tasks."""
-        if self.tasks[0] in SEQ2SEQ_TASKS:
+        if self.tasks[0] in (*SEQ2SEQ_TASKS, *SPEECH_TASKS):
             return "seq2seq"
         return "decoder" if self.tasks[0] in DECODER_TASKS else "encoder"
 
     @property
     def embedding_suffixes(self) -> tuple[str, ...]:
         """Possible suffixes of the token embedding, [vocabulary, width]."""
+        if self.input_kind == "audio":
+            return ("decoder.embed_tokens.weight",)
         if self.architecture == "seq2seq":
             return ("shared.weight", "encoder.embed_tokens.weight")
         tables = [stack.stream.embeddings[0] for stack in self.layouts[""].stacks if stack.stream.embeddings]

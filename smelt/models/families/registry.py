@@ -13,7 +13,7 @@ of this producer, without cost at run time; AWQ uses this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -50,18 +50,20 @@ from smelt.models.families import (
     t5,
     torch_module,
     vit,
+    whisper,
     xlm_roberta,
 )
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
+_AUDIO_MODULES = (whisper,)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert)
 _IMAGE_MODULES = (vit, resnet)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (*_SEQ2SEQ_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
+    for module in (*_SEQ2SEQ_MODULES, *_AUDIO_MODULES, *_ENCODER_MODULES, *_DECODER_MODULES, *_IMAGE_MODULES)
 }
 # The names of the families for each task.
 FAMILIES_BY_TASK: dict[Task, tuple[str, ...]] = {
@@ -104,6 +106,18 @@ def reads_images(config: Config) -> bool:
     """Return whether the model of a Hugging Face config takes images instead of texts."""
     family = find_family(config)
     return family is not None and family.input_kind == "images"
+
+
+def reads_audio(config: Config) -> bool:
+    """Return whether the model of a config takes spectrograms of audio."""
+    family = find_family(config)
+    return family is not None and family.input_kind == "audio"
+
+
+def encoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a model's inputs that its encoder reads."""
+    names = ("input_ids", "attention_mask", "input_features")
+    return {name: inputs[name] for name in names if name in inputs}
 
 
 def reads_arrays(config: Config) -> bool:

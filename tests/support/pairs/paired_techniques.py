@@ -16,7 +16,17 @@ from typing import Any
 from smelt.data.tasks import Task
 from smelt.models.families.registry import FAMILIES
 from smelt.quantization.schemes.registry import SCHEMES
-from tests.support.models import causal, embedders, every_family, images, masked, questions, taggers, tiny
+from tests.support.models import (
+    causal,
+    embedders,
+    every_family,
+    images,
+    masked,
+    questions,
+    speech,
+    taggers,
+    tiny,
+)
 from tests.support.schemes import small_settings
 
 
@@ -55,7 +65,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "text-classification": tiny.write_labeled, images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     "sentence-similarity": embedders.write_rows, masked.TASK: masked.write_lines,
-    taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows,
+    taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows, speech.TASK: speech.write_rows,
 }  # fmt: skip
 
 
@@ -85,7 +95,7 @@ class Technique:
         if "student" in options and model.is_encoder_decoder:
             # of layers whose parts are removed with equal losses, the first loses its parts
             options["student"] = {"decoder_layers": options["student"]["layers"], "layer_selection": "last"}
-        if model.task == "image-classification":
+        if model.task in ("image-classification", speech.TASK):
             options.pop("losses", None)
         if model.task == "sentence-similarity" and "losses" in options:
             options["losses"] = {"sentence_embedding": 1, **INTERMEDIATE_LOSSES}

@@ -69,6 +69,6 @@ def test_lower_is_better():
     assert not METRICS["cer"].higher_is_better
 
 
-def test_pure_insertions_of_an_empty_reference_are_an_error():
+def test_chance_level_equals_rate_of_empty_texts():
     rows = scores([("a", "a"), ("b", "")], "wer")["wer"]
     assert METRICS["wer"].chance_level(rows.statistics.rows) == rows.value * 2

@@ -190,7 +190,7 @@ class ShortlistStage(Stage[ShortlistSettings]):
     version: ClassVar[int] = 1
     changes_weights: ClassVar[bool] = False
     settings_type: ClassVar[type[ShortlistSettings]] = ShortlistSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(tasks_with(architecture="encoder-decoder"))
+    tasks: ClassVar[frozenset[Task]] = frozenset(tasks_with(architecture="encoder-decoder", modality="text"))
 
     @classmethod
     def provides(cls, settings: ShortlistSettings) -> frozenset[str]:

@@ -103,14 +103,7 @@ def split_batch(batch: Batch | FeedBatch) -> Iterator[Batch | FeedBatch]:
             yield ImageBatch(batch.pixel_values[start : start + _BATCH_SIZE])
         return
     for start in range(0, len(batch.input_ids), _BATCH_SIZE):
-        row_slice = slice(start, start + _BATCH_SIZE)
-        used_columns = batch.attention_mask[row_slice].any(axis=0)
-        types = batch.token_type_ids
-        yield Batch(
-            batch.input_ids[row_slice][:, used_columns],
-            batch.attention_mask[row_slice][:, used_columns],
-            None if types is None else types[row_slice][:, used_columns],
-        )
+        yield batch.select(range(len(batch.input_ids))[start : start + _BATCH_SIZE])
 
 
 def weight_magnitudes(model: Any) -> dict[str, float]:

@@ -20,7 +20,7 @@ from smelt.core.files import read_json_object, write_json
 from smelt.core.messages import Message, error_message
 from smelt.core.system import require_memory
 from smelt.data.splits import Split
-from smelt.data.tasks import Task, task_traits
+from smelt.data.tasks import Modality, Task, task_traits
 from smelt.export.batch_dependence import DEPENDS_ON_BATCH, graphs_depend_on_batch
 from smelt.export.graph_files import read_graph, set_input_defaults, write_graph
 from smelt.export.scheme_support import file_dtype, tolerance_kind
@@ -95,6 +95,12 @@ BF16_OPSET = 22
 # Older ones are for older runtimes, so such a setting is never raised
 FIRST_COMPLETE_OPSET = 19
 GENERATION_GRAPH_OPSET = 18  # axes of its reductions are computed
+# The values of settings that inputs other than texts or images support.
+_EXPORTED_FORMS: dict[Modality, dict[str, tuple[str, ...]]] = {
+    "arrays": {"target": ("ort-cpu",)},
+    "audio": {"target": ("ort-cpu",), "dtype": ("fp32",)},
+    "image-and-text": {"target": ("ort-cpu", "openvino"), "dtype": ("fp32",)},
+}
 _CACHED_BYTES = 2**30  # of dequantized weights, which the parity checks use a few times
 
 
@@ -302,15 +308,10 @@ class Onnx(Stage[OnnxSettings]):
             errors.append(error_message("window-too-long", beyond, setting="cache_length"))
         if (reason_of_capture := unsupported_cuda_graph(settings, task)) is not None:
             errors.append(error_message("no-fixed-shapes", reason_of_capture, setting="cuda_graph"))
-        if task_traits(task).modality == "arrays" and settings.target != "ort-cpu":
-            text = f"{settings.target}: a PyTorch module for {task} is exported for ort-cpu only."
-            errors.append(error_message("unsupported-task", text, setting="target"))
-        if task_traits(task).modality == "image-and-text":
-            exported_forms = {"target": ("ort-cpu", "openvino"), "dtype": ("fp32",)}
-            for name, supported in exported_forms.items():
-                if (value := getattr(settings, name)) not in supported:
-                    text = f"{value}: {task} is exported for {' or '.join(supported)} only."
-                    errors.append(error_message("unsupported-task", text, setting=name))
+        for name, supported in _EXPORTED_FORMS.get(task_traits(task).modality, {}).items():
+            if (value := getattr(settings, name)) not in supported:
+                text = f"{value}: a model for {task} is exported for {' or '.join(supported)} only."
+                errors.append(error_message("unsupported-task", text, setting=name))
         if settings.makes_generation_graphs(task) and settings.opset < GENERATION_GRAPH_OPSET:
             text = (
                 f"{settings.opset}: generate.onnx needs {GENERATION_GRAPH_OPSET} or more. Set a larger"
@@ -376,7 +377,7 @@ class Onnx(Stage[OnnxSettings]):
             sorted(ctx.out.glob("*.onnx"))
         )
         copy_tokenizer(src.path, ctx.out)
-        if ctx.traits.tokenizes:
+        if ctx.traits.has_tokenizer:
             add_tokenizer(src.path, ctx)
 
 
@@ -529,7 +530,9 @@ def _parity_batch(parent: Any, folder: Path, ctx: Context) -> Batch | FeedBatch:
 
     batch, is_real = parity_samples(parent, folder, ctx.data, ctx.task)
     if not is_real:
-        input_kind = {"text": "token ids", "image": "images"}.get(ctx.traits.modality, "arrays")
+        input_kind = {"text": "token ids", "image": "images", "audio": "audio"}.get(
+            ctx.traits.modality, "arrays"
+        )
         ctx.warn(
             "made-up-inputs",
             f"Parity was checked on random {input_kind}, because the recipe has no train or "

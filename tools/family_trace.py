@@ -64,6 +64,12 @@ class Trace:
         if self.input_kind == "images":
             side = self.config.to_dict().get("image_size") or 64
             return {"pixel_values": torch.randn(2, 3, side, side)}
+        if self.family.input_kind == "audio":
+            frames = 2 * self.config.max_source_positions  # the encoder halves their number
+            return {
+                "input_features": torch.randn(2, self.config.num_mel_bins, frames),
+                "decoder_input_ids": torch.randint(5, 60, (2, 5)),
+            }
         batch = {"input_ids": torch.randint(5, 60, (2, 7))}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         if self.config.is_encoder_decoder:

@@ -158,7 +158,7 @@ def make_external_student(
         ctx.warnings.extend(note.with_prefix("distill: student: ") for note in notes)
         return
     source = Path(student.model or "")
-    if ctx.traits.tokenizes:
+    if ctx.traits.has_tokenizer:
         require_same_tokens(source, src.path, "student")
     notes = import_model(
         source, folder, labels or None, ctx.seed, problem, sentences, str(ctx.traits.auto_class)

@@ -37,7 +37,6 @@ from torch import Tensor
 from smelt.compress.distill.settings import DistillSettings
 from smelt.core.errors import RunError
 from smelt.core.process_group import process_count, process_rank
-from smelt.data.images import image_hash
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.stage import Context
 from smelt.tasks.samples import CACHE_INDEX_KEY, EncodedSample, collate, group_by_length
@@ -215,8 +214,7 @@ def teacher_inputs_fingerprint(samples: Sequence[EncodedSample]) -> str:
             *(i for sequence in parts for i in sequence),
         ]
         digest.update(np.asarray(ids, dtype=np.int64).tobytes())
-        if sample.image is not None:  # its bytes and its preprocessing
-            digest.update(f"{image_hash(sample.image.reference)} {sample.image.processor!r}".encode())
+        digest.update(sample.content.encode())
     return digest.hexdigest()
 
 

@@ -201,7 +201,7 @@ def _teacher_of_folder(settings: TeacherSettings, src: Artifact, space: Path, ct
     from smelt.models.weight_files import source_files
 
     folder = Path(settings.model)
-    if ctx.traits.tokenizes:
+    if ctx.traits.has_tokenizer:
         require_same_tokens(folder, src.path, "teacher")
     space.mkdir(parents=True)
     rules = (
@@ -264,7 +264,7 @@ def align_vocabularies(
 
     The report gets the number of common tokens if a teacher has more.
     """
-    if ctx.traits.modality != "text":
+    if not ctx.traits.has_tokenizer:
         return [None] * len(teachers)
     token_maps = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers

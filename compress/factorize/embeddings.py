@@ -174,7 +174,7 @@ def _count_tokens(model: Any, src: Artifact, settings: FactorizeSettings, ctx: C
     samples = load_calibration_samples(model, src, max_samples, ctx, "factorize", padded=True)
     counts = torch.ones(model.get_input_embeddings().num_embeddings, dtype=torch.float64)
     for batch in samples.batches:
-        id_tensors = [batch["input_ids"][batch["attention_mask"].bool()]]
+        id_tensors = [batch["input_ids"][batch["attention_mask"].bool()]] if "input_ids" in batch else []
         if "decoder_input_ids" in batch:
             id_tensors.append(batch["labels"][batch["labels"] != IGNORE_INDEX])
         ids = torch.cat([tensor.flatten() for tensor in id_tensors])

@@ -31,7 +31,7 @@ from smelt.compress.factorize.svd import LayerMetrics, low_rank_layer
 from smelt.core.errors import InputError
 from smelt.core.near_ties import round_significant
 from smelt.models.edits import replace_layer
-from smelt.models.families.registry import blocks_of
+from smelt.models.families.registry import blocks_of, encoder_inputs
 from smelt.models.layers import SharedLinear
 from smelt.stage import Context
 from smelt.tasks.samples import IGNORE_INDEX, TensorBatch
@@ -242,9 +242,8 @@ def _with_encoder_outputs(model: Any, batches: Sequence[TensorBatch]) -> list[di
         return []
     decoder_batches = []
     for batch in batches:
-        encoder_inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        states = model.get_encoder()(**encoder_inputs).last_hidden_state
-        decoder_inputs = {name: value for name, value in batch.items() if name != "input_ids"}
+        states = model.get_encoder()(**encoder_inputs(batch)).last_hidden_state
+        decoder_inputs = {name: value for name, value in batch.items() if name != model.main_input_name}
         decoder_batches.append(
             {**decoder_inputs, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
         )

@@ -247,10 +247,10 @@ def _unit_costs(
 def _mean_length(model: Any, src: Artifact, ctx: Context) -> int | None:
     """Return the mean number of tokens per sample, for translation the mean of both sides.
 
-    None for images, running text, or without data.
+    None for images, audio, running text, or without data.
     """
     split = ctx.data.get("calibration") or ctx.data.get("train")
-    if ctx.traits.samples in ("images", "captioned-images", "running-text") or not split:
+    if ctx.traits.samples in ("images", "captioned-images", "audio", "running-text") or not split:
         return None
     samples = load_calibration_samples(model, src, _LENGTH_SAMPLES, ctx, "prune", padded=True)
     texts = sum(len(batch["attention_mask"]) for batch in samples.batches)

@@ -307,7 +307,10 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
-        return []
+        text = f"{config.get('model_type')} models have convolutions as wide as the hidden states before the"
+        text += " encoder, which are not pruned. Set targets: [heads, ffn]."
+        is_audio = family is not None and family.input_kind == "audio"
+        return [error_message("does-not-fit-model", text, setting="targets")] if is_audio else []
     reason = _fixed_heads_reason(config)
     if not reason or set(targets) != {"heads"}:
         return []

@@ -24,6 +24,7 @@ from smelt.evaluate.metrics.classes import ACCURACY, F1_OF_CLASSES, MATTHEWS, PR
 from smelt.evaluate.metrics.cross_entropy import CROSS_ENTROPY
 from smelt.evaluate.metrics.detection import DETECTION_AP
 from smelt.evaluate.metrics.entities import ENTITY_F1, ENTITY_PRECISION, ENTITY_RECALL, TAG_ACCURACY
+from smelt.evaluate.metrics.error_rates import CER, WER
 from smelt.evaluate.metrics.label_sets import (
     F1_MACRO,
     F1_MICRO,
@@ -57,6 +58,8 @@ _ALL_METRICS: tuple[Metric[Any], ...] = (
     *ROUGE,
     METEOR,
     BERTSCORE,
+    WER,
+    CER,
     TOKEN_F1,
     EXACT_MATCH,
     ACCURACY,

@@ -298,7 +298,7 @@ def add_beam_search(root: GraphLevel, source: StepModel, vocabulary: int) -> str
     b = root.builder
     search = _search_values(b, source, vocabulary)
     parts = _initial_beams(b, source.prompt)
-    count = b.op("Squeeze", b.row_count("input_ids"), b.const([0]))
+    count = b.op("Squeeze", b.row_count(source.source), b.const([0]))
     loop_values = [
         LoopCarried("steps_done", b.const(0), np.int64, ()),
         LoopCarried("all_texts", source.prompt, np.int64, (None, None)),

@@ -19,7 +19,7 @@ n = candidates per source token, C = remaining tokens, K = inputs of the layer, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -284,13 +284,15 @@ class StepOutputs:
 class StepModel(Protocol):
     """The interface of a model for the search.
 
-    ids: int64 [B, S], the first input. prompt: int64 [B, P], the start of each text. mask: int64 [B, P], 0
-    where the prompt is padded; None if it never is. caches, extra_state: of each row; shared: of each
-    sentence, constant over all steps. shortlist_ids: int64 [V], the token of each logit; None if the logits
-    are those of the whole vocabulary in order. sentence_state: of each sentence in beam search: the table of
-    `beam_attention`, and caches that hold the keys of all beams; empty if there are none.
+    source: an input of the graph with a row for each text. ids: int64 [B, S], the first input. prompt: int64
+    [B, P], the start of each text. mask: int64 [B, P], 0 where the prompt is padded; None if it never is.
+    caches, extra_state: of each row; shared: of each sentence, constant over all steps. shortlist_ids: int64
+    [V], the token of each logit; None if the logits are those of the whole vocabulary in order.
+    sentence_state: of each sentence in beam search: the table of `beam_attention`, and caches that hold the
+    keys of all beams; empty if there are none.
     """
 
+    source: str
     ids: str
     prompt: str
     mask: str | None
@@ -325,27 +327,51 @@ class EncoderDecoderModel:
     sentence_state: list[LoopCarried] = []  # noqa: RUF012
     _head: ShortlistHead | None = None
     _lengths: Sequence[str] = ()
+    _prefix: str = "decoder."
 
-    def __init__(self, root: GraphBuilder, encoder: Any, decoder: Any, start: str) -> None:
-        """Add the encoder to `root`; `start` is int64 scalar, the start token."""
+    def __init__(self, root: GraphBuilder, encoder: Any, decoder: Any, start: str, has_prompt: bool) -> None:
+        """Add the encoder to `root`; `start` is int64: a scalar, or with `has_prompt` [P] tokens."""
         self._decoder = decoder
-        level = GraphLevel(root, {"input_ids": "input_ids", "attention_mask": "attention_mask"})
+        source_names = [value.name for value in encoder.input]
+        level = GraphLevel(root, {name: name for name in source_names})
         hoist_nodes(encoder, [level], "encoder.")
         inputs = {i.name: i for i in decoder.input}
         self_names = [o.name for o in decoder.output if o.name != "logits"]
         cross = [o.name for o in encoder.output if o.name != "last_hidden_state"]
         self._own, self._cross = self_names, [_past(name) for name in cross]
-        batch = root.row_count("input_ids")
+        self.source = source_names[0]
+        batch = root.row_count(self.source)
         self.ids = self.prompt = root.op(
             "Expand",
-            root.op("Reshape", start, root.const([1, 1])),
+            root.op("Reshape", start, root.const([1, -1 if has_prompt else 1])),
             root.op("Concat", batch, root.const([1]), axis=0),
         )
         self.caches = [_empty_cache(root, batch, inputs[_past(name)]) for name in self_names]
         self.shared = [
             LoopCarried("cross", level.names[name], *_input_type(inputs[_past(name)])) for name in cross
         ]
-        self.shared.append(LoopCarried("source_mask", "attention_mask", np.int64, (None, None)))
+        mask = "attention_mask"
+        if mask not in source_names:  # all states are attended to
+            shape = root.op("Shape", level.names["last_hidden_state"], start=0, end=2)
+            mask = root.op("Expand", root.const([[1]]), shape)
+        self.shared.append(LoopCarried("source_mask", mask, np.int64, (None, None)))
+
+    def add_prompt(self, root: GraphBuilder) -> None:
+        """Run the tokens of the prompt but its last one, which becomes the first input of a step."""
+        length = root.op("Shape", self.prompt, start=1, end=2)
+        count = root.op("Squeeze", root.op("Sub", length, root.const([1])), root.const([0]))
+        shared = 0, [value.initial for value in self.shared]
+
+        def body(b: GraphBuilder, number: str, caches: list[str]) -> tuple[str, list[str]]:
+            self._prefix = "prompt."  # names differ from those of the search
+            ids = b.op("Gather", self.prompt, b.op("Unsqueeze", number, b.const([0])), axis=1)
+            outputs = self.add_step([GraphLevel(root), GraphLevel(b)], ids, caches, [], shared, None)
+            self._prefix = type(self)._prefix
+            return b.const(True, np.bool_), outputs.caches
+
+        caches = root.loop("prompt", count, self.caches, body)
+        self.caches = [replace(value, initial=name) for value, name in zip(self.caches, caches, strict=True)]
+        self.ids = root.op("Gather", self.prompt, root.const([-1]), axis=1)
 
     def share_caches(self, root: GraphBuilder) -> None:
         """Keep one cache for all beams of a sentence, if the decoder's attention makes it possible."""
@@ -383,7 +409,7 @@ class EncoderDecoderModel:
             length = inner.builder.op("Unsqueeze", beams.step, inner.builder.const([0]))
             inner.names |= dict.fromkeys(self._lengths, length)
         inner.names |= {"input_ids": ids} | {_past(n): c for n, c in zip(self._own, caches, strict=True)}
-        hoist_nodes(self._decoder, levels, "decoder.")
+        hoist_nodes(self._decoder, levels, self._prefix)
         if beams:
             widths = [_width(value) for value in self.shared[: len(self._cross)]]
             outer = levels[level_index].builder
@@ -427,7 +453,7 @@ class DecoderOnlyModel:
         self._decoder = decoder
         inputs = {i.name: i for i in decoder.input}
         self._past = [name for name in inputs if name.startswith("past_key_values.")]
-        self.ids = self.prompt = "input_ids"
+        self.ids = self.prompt = self.source = "input_ids"
         self.mask: str | None = "attention_mask"
         batch = root.row_count("input_ids")
         self.caches = [_empty_cache(root, batch, inputs[name]) for name in self._past]

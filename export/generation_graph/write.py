@@ -66,7 +66,7 @@ def add_greedy_search(root: GraphLevel, source: StepModel, vocabulary: int) -> s
         if token_ids
         else biases_with_forced_tokens(b, vocabulary)
     )
-    count = b.op("Squeeze", b.row_count("input_ids"), b.const([0]))
+    count = b.op("Squeeze", b.row_count(source.source), b.const([0]))
     text_indices = b.op("Range", b.const(0), count, b.const(1))
     state_values = [*source.caches, *source.extra_state]
     loop_values = [
@@ -243,9 +243,14 @@ def compose_generation_graph(
     if encoder is None:
         source = DecoderOnlyModel(b, decoder.graph)
     else:
-        inputs = inputs | {START_TOKEN_INPUT: (np.int64, ())}
-        source = translator = EncoderDecoderModel(b, encoder.graph, decoder.graph, START_TOKEN_INPUT)
-        if beams and defaults["num_beams"] <= MAX_JOINT_BEAMS:
+        has_prompt = np.ndim(defaults[START_TOKEN_INPUT]) > 0
+        inputs = inputs | {START_TOKEN_INPUT: (np.int64, ("prompt",) if has_prompt else ())}
+        source = translator = EncoderDecoderModel(
+            b, encoder.graph, decoder.graph, START_TOKEN_INPUT, has_prompt
+        )
+        if has_prompt:
+            translator.add_prompt(b)
+        elif beams and defaults["num_beams"] <= MAX_JOINT_BEAMS:
             translator.share_caches(b)
         if shortlist is not None:
             translator.use_shortlist(root, shortlist, vocabulary)
@@ -253,9 +258,11 @@ def compose_generation_graph(
         add_beam_search(root, source, vocabulary) if beams else add_greedy_search(root, source, vocabulary)
     )
     b.nodes.append(helper.make_node("Identity", [sequences], ["sequences"], "sequences"))
-    graph_inputs = [
-        value_info(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")
-    ]
+    graph_inputs = (
+        [value_info(name, np.int64, ("batch", "length")) for name in ("input_ids", "attention_mask")]
+        if source.source == "input_ids"
+        else list(encoder.graph.input)  # type: ignore[union-attr]
+    )
     for name, (dtype, shape) in inputs.items():
         graph_inputs.append(value_info(name, dtype, shape))
         b.initializers.append(numpy_helper.from_array(np.asarray(defaults[name], dtype=dtype), name))
@@ -296,7 +303,7 @@ def write_generation_graphs(folder: Path, steps: Sequence[str]) -> None:
     shortlist = folder if (folder / SHORTLIST).is_file() else None
     for name, beams in ((GREEDY_GRAPH, 1), (BEAM_SEARCH_GRAPH, default_num_beams(model))):
         decoding = resolve_generation(GenerationSettings(num_beams=beams), model)
-        defaults = generation_feeds(decoding, 1, vocabulary)
+        defaults = generation_feeds(decoding, len(decoding.decoder_prompt) or 1, vocabulary)
         path = folder / f"{name}.onnx"
         onnx.save(compose_generation_graph(encoder, decoder, defaults, beams > 1, shortlist), path)
         onnx.checker.check_model(str(path))
@@ -407,10 +414,11 @@ def _log_likelihood(
     runner: Any, batch: Batch, row: int, tokens: Sequence[int], decoding: GenerationConfig
 ) -> float:
     """Return the log-likelihood of `tokens` after a row of the batch, in nats."""
-    is_token = batch.attention_mask[row] == 1
-    single = Batch(batch.input_ids[row][is_token][None], np.ones((1, int(is_token.sum())), dtype=np.int64))
+    single = batch.select([row])
     state = runner.encode(single)
-    previous_token = int(single.input_ids[0, -1]) if decoding.start is None else decoding.start
+    *first_tokens, previous_token = decoding.decoder_prompt or [int(single.input_ids[0, -1])]
+    for token in first_tokens:
+        runner.decode_step(state, np.array([token]))
     total = 0.0
     for token in tokens:
         logits = runner.decode_step(state, np.array([previous_token]))[0].astype(np.float64)

@@ -49,9 +49,10 @@ from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
 from smelt.export.graphs.two_towers import two_tower_graphs
 from smelt.export.lower_opset import OLDEST_TORCH_OPSET, elementwise_layer_norms, lower_opset
+from smelt.generation.backend import INPUT_FEATURES
 from smelt.generation.generating_runners import NUM_LOGITS_INPUT, is_causal
 from smelt.models.edits import fold_batch_norms
-from smelt.models.families.registry import FAMILIES_BY_TASK, family_of
+from smelt.models.families.registry import FAMILIES_BY_TASK, family_of, reads_audio
 from smelt.models.sentence_model import head_output
 from smelt.models.text_rules import is_sentence_model
 from smelt.models.tokenizer import uses_token_types
@@ -160,9 +161,13 @@ class Seq2SeqEncoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states and each decoder layer's cross-attention keys and values."""
-        self.scope.mask = attention_mask
+        return self.encode(attention_mask, input_ids, attention_mask=attention_mask)
+
+    def encode(self, mask: Tensor | None, *inputs: Tensor, **options: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for the inputs and options of the encoder; mask: of its states."""
+        self.scope.mask = mask
         with exportable_attention(self.attentions, self.scope), exportable_norms(self.encoder, self.rms_norm):
-            hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+            hidden = self.encoder(*inputs, **options).last_hidden_state
         heads = [h for h in self.heads for _ in "kv"]
         packed = self.pack(hidden)
         caches = [
@@ -170,6 +175,14 @@ class Seq2SeqEncoder(nn.Module):
             for pack_index, h in zip(self.places, heads, strict=True)
         ]
         return hidden, *caches
+
+
+class SpeechEncoder(Seq2SeqEncoder):
+    """input_features float32 [B, M, F] -> as `Seq2SeqEncoder`, for T states; all of them are attended to."""
+
+    def forward(self, input_features: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Return the hidden states and each decoder layer's cross-attention keys and values."""
+        return self.encode(None, input_features)
 
 
 class Seq2SeqDecoderStep(nn.Module):
@@ -259,10 +272,17 @@ def seq2seq_graphs(model: Any) -> list[GraphSpec]:
     # one of each per layer, unless the layer was skipped
     cross = [f"{i}.encoder.{kind}" for i in range(len(crosses)) for kind in ("key", "value")]
     self_names = [f"{i}.decoder.{kind}" for i in range(len(attentions)) for kind in ("key", "value")]
-    encoder = GraphSpec(
-        "encoder_model", Seq2SeqEncoder(model), (ids, mask), ["input_ids", "attention_mask"],
-        ["last_hidden_state", *(f"present.{n}" for n in cross)], (encoder_axes, encoder_axes),
-    )  # fmt: skip
+    outputs = ["last_hidden_state", *(f"present.{n}" for n in cross)]
+    if reads_audio(model.config.to_dict()):
+        frames = torch.randn(2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        encoder = GraphSpec(
+            "encoder_model", SpeechEncoder(model), (frames,), [INPUT_FEATURES], outputs, ({0: "batch"},)
+        )
+    else:
+        encoder = GraphSpec(
+            "encoder_model", Seq2SeqEncoder(model), (ids, mask), ["input_ids", "attention_mask"], outputs,
+            (encoder_axes, encoder_axes),
+        )  # fmt: skip
 
     def caches(modules: list[AttentionModule], length: int) -> list[Tensor]:
         shapes = [(2, attention.heads.kv_heads, length, attention.heads.head_dim) for attention in modules]

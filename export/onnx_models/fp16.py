@@ -13,7 +13,7 @@ from pydantic import Field
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError, ParityError
 from smelt.core.messages import Message
-from smelt.data.tasks import ALL_TASKS, Task
+from smelt.data.tasks import GRAPH_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import (
     copy_model_files,
     match_nodes,
@@ -77,7 +77,7 @@ class Fp16(Stage[Fp16Settings]):
     needs_float: ClassVar[bool] = True
     needs_float32: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = Fp16Settings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(GRAPH_TASKS)
 
     @classmethod
     def check_graph(cls, settings: Fp16Settings, graph: Path) -> list[Message]:

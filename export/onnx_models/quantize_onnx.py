@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import InputError
 from smelt.core.messages import Message
-from smelt.data.tasks import ALL_TASKS, Task, task_traits
+from smelt.data.tasks import GRAPH_TASKS, Task, task_traits
 from smelt.export.batch_dependence import DEPENDS_ON_BATCH, depends_on_batch
 from smelt.export.onnx_models.graph_quantizer import GraphQuantizer
 from smelt.export.onnx_models.normalize_graph import (
@@ -81,7 +81,7 @@ class QuantizeOnnx(Stage[QuantizeOnnxSettings]):
     imported_only: ClassVar[bool] = True
     needs_float: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = QuantizeOnnxSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(GRAPH_TASKS)
 
     @classmethod
     def needs_with(cls, settings: QuantizeOnnxSettings, available: Collection[str] = ()) -> frozenset[Need]:

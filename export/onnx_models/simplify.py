@@ -18,7 +18,7 @@ from smelt.core.artifact import Artifact, Format
 from smelt.core.errors import RunError
 from smelt.core.messages import Message, messages_to_json, warning
 from smelt.core.system import IsolatedProcessError, ProcessLimits, available_bytes, run_isolated
-from smelt.data.tasks import ALL_TASKS, Task
+from smelt.data.tasks import GRAPH_TASKS, Task
 from smelt.export.onnx_models.normalize_graph import copy_graphs, copy_model_files, ordered_graphs
 from smelt.stage import Context, Settings, Stage
 
@@ -60,7 +60,7 @@ class Simplify(Stage[SimplifySettings]):
     version: ClassVar[int] = 4
     imported_only: ClassVar[bool] = True
     settings_type: ClassVar[type[Settings]] = SimplifySettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS)
+    tasks: ClassVar[frozenset[Task]] = frozenset(GRAPH_TASKS)
 
     def __call__(self, src: Artifact, settings: SimplifySettings, ctx: Context) -> None:
         """Write the simplified graph, or the unchanged one, into `ctx.out`."""

@@ -62,7 +62,7 @@ class StandaloneFormat:
 
         if task_traits(artifact.manifest.task).reads_images:
             image_settings(artifact)
-        if not task_traits(artifact.manifest.task).tokenizes:
+        if not task_traits(artifact.manifest.task).has_tokenizer:
             return
         tokenizer_info = read_tokenizer_info(artifact.path)
         if tokenizer_info.reader == "transformers":
@@ -88,7 +88,7 @@ class StandaloneFormat:
         task = artifact.manifest.task
         settings, notes = infer_settings(artifact, origin.generation)
         traits = task_traits(task)
-        readers = [settings["tokenizer"]["reader"]] if traits.tokenizes else []
+        readers = [settings["tokenizer"]["reader"]] if traits.has_tokenizer else []
         readers += ["pillow"] if traits.reads_images else []
         copy_artifact(artifact, folder)
         package = task_spec(task).package
@@ -97,8 +97,9 @@ class StandaloneFormat:
         (folder / INFER_FILE).write_text(assemble_script(package.script, replaced_modules), encoding="utf-8")
         (folder / SERVE_FILE).write_text(assemble_script("serve", {}), encoding="utf-8")
         write_json(folder / INFER_SETTINGS_FILE, settings)
-        readers += ["jinja2", "markupsafe"] if traits.samples == "prompts" else []
-        (folder / REQUIREMENTS_FILE).write_text(requirements_file(*readers), encoding="utf-8")
+        prompt_libraries = ("jinja2", "markupsafe") if traits.samples == "prompts" else ()
+        libraries = dict.fromkeys((*readers, *package.libraries, *prompt_libraries))
+        (folder / REQUIREMENTS_FILE).write_text(requirements_file(*libraries), encoding="utf-8")
         (folder / SERVE_REQUIREMENTS_FILE).write_text(serve_requirements_file(), encoding="utf-8")
         (folder / "Dockerfile").write_text(dockerfile(), encoding="utf-8")
         if task_traits(task).modality == "text":
@@ -255,9 +256,10 @@ def serve_requirements_file() -> str:
 def curl_command(task: str) -> str:
     """Return the shell command that sends a request to the service."""
     url = f"http://127.0.0.1:{PORT}/predict"
-    if task_traits(task).modality == "image":
-        return f"curl -H 'Content-Type: image/jpeg' --data-binary @photo.jpg {url}"
     spec = task_spec(task)
+    if spec.package is not None and (media := spec.package.media):
+        file = {"image/jpeg": "photo.jpg"}.get(media, spec.command_input)
+        return f"curl -H 'Content-Type: {media}' --data-binary @{file} {url}"
     return f"""curl --json '{{"inputs": [{spec.service_input or spec.command_input}]}}' {url}"""
 
 
@@ -338,7 +340,7 @@ def infer_settings(artifact: Artifact, generation: Mapping[str, Any]) -> tuple[d
         settings[DEPENDS_ON_BATCH] = True
     if task_traits(task).reads_images:
         settings["images"] = image_settings(artifact)
-    if not task_traits(task).tokenizes:
+    if not task_traits(task).has_tokenizer:
         return settings, notes
     limit, tokenizer = _tokenizer_settings(artifact, config)
     settings["tokenizer"] = tokenizer
@@ -418,7 +420,7 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
     from smelt.generation.backend import BEAM_SEARCH_GRAPH, GREEDY_GRAPH
     from smelt.generation.search import generation_feeds
 
-    feeds = generation_feeds(decoding, 1, vocabulary)
+    feeds = generation_feeds(decoding, len(decoding.decoder_prompt) or 1, vocabulary)
     single_token_prompt = decoding.start is not None  # so the longest output is known
     copied_fields = (
         "max_new_tokens",
@@ -432,7 +434,7 @@ def search_settings(decoding: GenerationConfig, vocabulary: int) -> dict[str, An
     return {
         "graph": f"{BEAM_SEARCH_GRAPH if decoding.num_beams > 1 else GREEDY_GRAPH}.onnx",
         **{name: getattr(decoding, name) for name in copied_fields},
-        **({"max_new_tokens": decoding.max_total_length(1) - 1} if single_token_prompt else {}),
+        **({"max_new_tokens": decoding.max_new_after_start} if single_token_prompt else {}),
         "eos": decoding.eos,
         # as in the rules, an end token is not a bad word
         "bad_words": [

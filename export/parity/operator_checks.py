@@ -465,7 +465,7 @@ def run_graph_calls(
     ids = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     if name == "encoder_model" or reference.tokens is None:
         types = np.zeros_like(batch.input_ids) if batch.token_type_ids is None else batch.token_type_ids
-        for feeds in fixed_feeds({**ids, "token_type_ids": types}, session_shape(session)):
+        for feeds in fixed_feeds({**ids, **batch.source, "token_type_ids": types}, session_shape(session)):
             yield GraphCall(feeds, slice(None), feeds["attention_mask"] == 1), _run(session, feeds)
         return
     state = _empty_caches(session, len(is_token))
@@ -473,7 +473,7 @@ def run_graph_calls(
         yield from _causal_calls(session, state, reference)
         return
     encoder: Any = open_onnx_session(folder / "encoder_model.onnx")
-    state |= _as_past_inputs(_run(encoder, ids))
+    state |= _as_past_inputs(_run(encoder, batch.source))
     for step_index, tokens in enumerate(reference.tokens):
         feeds = {"input_ids": tokens[:, None], "encoder_attention_mask": batch.attention_mask, **state}
         call_outputs = _run(session, feeds)

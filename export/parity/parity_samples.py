@@ -8,7 +8,7 @@ Shapes: B = batch, L = tokens of the longest row, P = past length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.data.splits import Split, input_texts
-from smelt.data.tasks import Task, task_traits
-from smelt.generation.backend import Batch, FeedBatch
+from smelt.data.tasks import Modality, Task, task_traits
+from smelt.generation.backend import AudioBatch, Batch, FeedBatch
 from smelt.generation.generating_runners import is_causal
 from smelt.generation.prompt_batches import pad_left, padding_token
 from smelt.models.checkpoint import load_tokenizer
 from smelt.models.text_rules import NO_LIMIT, join_texts, max_input_length
 from smelt.models.tokenizer import EncodedTexts, encode_prompts, encode_texts
+from smelt.runtimes.audio import SpeechFeatures, audio_batch, split_audio
 from smelt.runtimes.fixed_caches import WRITE_INDICES, cache_feeds, fixed_cache_length
 from smelt.runtimes.image_text import ImageTextBatch, pad_token_ids
 from smelt.runtimes.images import ImageBatch, split_images, stack_image_inputs
@@ -57,12 +58,14 @@ def parity_samples(
         rows: number of samples.
         length: tokens of the longest.
     """
-    if task_traits(task).modality == "image":
-        return _image_samples(parent, data, rows)
-    if task_traits(task).modality == "image-and-text":
-        return _image_text_samples(parent, data, rows)
-    if task_traits(task).modality == "arrays":
-        return _array_samples(parent, data, rows)
+    samples_of: dict[Modality, Callable[[Any, Mapping[str, Split], int], tuple[Batch | FeedBatch, bool]]] = {
+        "image": _image_samples,
+        "image-and-text": _image_text_samples,
+        "arrays": _array_samples,
+        "audio": _audio_samples,
+    }
+    if (modality := task_traits(task).modality) in samples_of:
+        return samples_of[modality](parent, data, rows)
     tokenizer = load_tokenizer(folder)
     limit = min(max_input_length(tokenizer, parent.config), parent.backend.max_tokens_per_call or NO_LIMIT)
     if is_causal(parent.config):
@@ -93,6 +96,17 @@ def _image_text_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tu
         subset = split.select(np.linspace(0, len(split) - 1, count).astype(int).tolist())
         ids = encode_texts(captions(subset), tools.tokenizer, tools.max_input_length).ids
     return ImageTextBatch(images.pixel_values, pad_token_ids(ids, parent.config, tools.tokenizer)), is_real
+
+
+def _audio_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[AudioBatch, bool]:
+    """Return audio spread over the data; without any, noise."""
+    features, split = SpeechFeatures(parent.config), _select_split(data)
+    if split is None:
+        noise = np.random.default_rng(0).normal(0, 0.1, size=(rows, features.window_samples))
+        ids = np.zeros((rows, features.states), dtype=np.int64)
+        return AudioBatch(ids, np.ones_like(ids), load=lambda: features([*noise.astype(np.float32)])), False
+    subset = split.select(np.linspace(0, len(split) - 1, min(rows, len(split))).astype(int).tolist())
+    return audio_batch(split_audio(subset), features), True
 
 
 def _array_samples(parent: Any, data: Mapping[str, Split], rows: int) -> tuple[ArrayBatch, bool]:
@@ -278,9 +292,9 @@ def example_feeds(
             images or arrays, which are random, integers 0.
         lengths: of the rows, in tokens; the number of images is the same.
     """
-    if tokens is None:
-        return [_feeds(session, {}, {"batch": len(lengths)})]
     shapes = {i.name: i.shape for i in session.get_inputs()}
+    if tokens is None or "input_ids" not in shapes:
+        return [_feeds(session, {}, {"batch": len(lengths)})]
     names = shapes.keys()
     if "position_ids" not in names and "encoder_attention_mask" not in names:
         lengths = _fixed_lengths(shapes["input_ids"], lengths)

@@ -229,8 +229,7 @@ def _encoder_states(model: Any, batch: Batch, by_text: bool) -> FloatArray:
     """Return the states of the encoder of a torch model, [B, L, D]."""
     if by_text:
         return join_outputs([_encoder_states(model, text, False) for text in split_texts(batch)], batch)
-    ids, mask = _tensors(batch)
-    states: FloatArray = model.get_encoder()(ids, attention_mask=mask).last_hidden_state.numpy()
+    states: FloatArray = model.get_encoder()(**_source(batch)).last_hidden_state.numpy()
     return states
 
 
@@ -282,17 +281,16 @@ def _run_single_pass(model: Any, batch: Batch | FeedBatch) -> FloatArray:
         inputs = {name: torch.from_numpy(value) for name, value in batch.feeds.items()}
         logits: FloatArray = head_output(model(**inputs)).numpy()
         return logits
-    ids, mask = _tensors(batch)
     types = {}
     if batch.token_type_ids is not None and uses_token_types(model.config.to_dict()):
         types["token_type_ids"] = torch.from_numpy(batch.token_type_ids)
-    result: FloatArray = head_output(model(input_ids=ids, attention_mask=mask, **types)).numpy()
+    result: FloatArray = head_output(model(**_source(batch), **types)).numpy()
     return result
 
 
 def _run_encoder_decoder(model: Any, batch: Batch, tokens: Tokens) -> ExactReference:
-    ids, mask = _tensors(batch)
-    hidden = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+    mask = torch.from_numpy(batch.attention_mask)
+    hidden = model.get_encoder()(**_source(batch)).last_hidden_state
     cross = {}
     for layer_index, attention in enumerate(attention_modules(model, "decoder_layers", cross=True)):
         for cache_kind, name in (("key", attention.parts.key), ("value", attention.parts.value)):
@@ -324,8 +322,8 @@ def _causal_logits(model: Any, ids: Tokens, mask: Tokens, last: int) -> FloatArr
     return logits
 
 
-def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+def _source(batch: Batch) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(values) for name, values in batch.source.items()}
 
 
 @contextmanager

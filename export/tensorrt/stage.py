@@ -22,7 +22,7 @@ from smelt.core.errors import InputError, RunError
 from smelt.core.files import load_json
 from smelt.core.messages import Message
 from smelt.data.splits import Example, input_texts
-from smelt.data.tasks import ALL_TASKS, Task, task_traits, tasks_with
+from smelt.data.tasks import GRAPH_TASKS, Task, task_traits, tasks_with
 from smelt.export.settings import FIXED_SIZES, ProviderSettings, TensorrtSettings
 from smelt.export.tensorrt.build_engine import (
     BuildOptions,
@@ -78,7 +78,9 @@ class TensorrtStage(Stage[TensorrtSettings]):
     source: ClassVar[str] = "NVIDIA TensorRT 11 documentation, https://docs.nvidia.com/deeplearning/tensorrt"
     version: ClassVar[int] = 6
     settings_type: ClassVar[type[Settings]] = TensorrtSettings
-    tasks: ClassVar[frozenset[Task]] = frozenset(ALL_TASKS) - frozenset(tasks_with(modality="image-and-text"))
+    tasks: ClassVar[frozenset[Task]] = frozenset(GRAPH_TASKS) - frozenset(
+        tasks_with(modality="image-and-text")
+    )
 
     @classmethod
     def estimate_size(cls, settings: TensorrtSettings, inputs: SizeInputs) -> StepSize:

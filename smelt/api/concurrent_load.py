@@ -217,9 +217,9 @@ def _open_target(
 ) -> Target:
     """Return the model or the service of an artifact, which `stack` closes."""
     if settings.http:
-        is_image = task_traits(artifact.manifest.task).modality == "image"
+        sends_files = task_traits(artifact.manifest.task).modality in ("image", "audio")
         port = stack.enter_context(running_service(artifact.path, settings.threads))
-        return lambda: service_caller(port, is_image)
+        return lambda: service_caller(port, sends_files)
     from smelt.api.load import Model
 
     threads = settings.threads or default_threads(artifact.manifest) or 1
@@ -355,8 +355,8 @@ def running_service(package: Path, threads: int | None = None) -> Iterator[int]:
 
 
 @contextmanager
-def service_caller(port: int, is_image: bool = False) -> Iterator[Call]:
-    """Yield a function that sends a text, a pair, or the file of an image, to the service on this machine.
+def service_caller(port: int, sends_files: bool = False) -> Iterator[Call]:
+    """Yield a function that sends a text, a pair, or a file, to the service on this machine.
 
     It raises `RunError`: `service-busy` for status 503, `service-closed` if there is no response, and
     `service-failed` for other responses than 200.
@@ -364,7 +364,7 @@ def service_caller(port: int, is_image: bool = False) -> Iterator[Call]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_REQUEST_SECONDS)
 
     def call(text: TextOrPair) -> None:
-        value = base64.b64encode(Path(str(text)).read_bytes()).decode() if is_image else text
+        value = base64.b64encode(Path(str(text)).read_bytes()).decode() if sends_files else text
         body = json.dumps({"inputs": [value]})
         try:
             connection.request("POST", "/predict", body, {"Content-Type": "application/json"})

@@ -66,6 +66,24 @@ def as_texts_or_pairs(value: Any) -> list[str | tuple[str, str]]:
     return converted
 
 
+def as_paths(value: Any) -> list[str]:
+    """Return `value` as a list of absolute paths.
+
+    Raises:
+        InputError: it is not an iterable of paths.
+    """
+    if isinstance(value, str | PathLike | bytes | Mapping | Set) or not isinstance(value, Iterable):
+        raise InputError(f"expected a list of paths, got {_shown_value(value)}.", code="not-a-list")
+    paths: list[str] = []
+    for index, item in enumerate(value):
+        if not isinstance(item, str | PathLike) or isinstance(item, bytes):
+            raise InputError(
+                f"audio[{index}]: expected the path of a file, got {_shown_value(item)}.", code="not-a-file"
+            )
+        paths.append(str(Path(item).expanduser().absolute()))
+    return paths
+
+
 def as_images(value: Any) -> list[Any]:
     """Return `value` as a list of images: absolute paths as strings, Pillow images unchanged.
 
@@ -250,7 +268,7 @@ class Model:
         try:
             if task_traits(self.task).reads_images:
                 self._runner.processor  # type: ignore[attr-defined]  # noqa: B018 -- report errors now
-            if task_traits(self.task).tokenizes:
+            if task_traits(self.task).has_tokenizer:
                 self._runner.text.tokenizer  # noqa: B018 -- load it before the first call
         except BaseException:
             self._runner.close()
@@ -281,7 +299,7 @@ class Model:
         Raises:
             InputError: the model has no text input.
         """
-        if not task_traits(self.task).tokenizes:
+        if not task_traits(self.task).has_tokenizer:
             raise InputError(
                 f"{self._folder}: a model for {self.task} has no tokenizer.",
                 code="does-not-fit-task",
@@ -323,6 +341,31 @@ class Model:
             )
             self._warn_truncated(truncations, len(inputs))
         return outputs
+
+    def transcribe(
+        self, audio: Iterable[str | PathLike[str]], batch_size: int = 8, **generation: Any
+    ) -> list[str]:
+        """Return the transcript of each file of audio: wav, flac, or an `.npz` array.
+
+        A file longer than the model's window (30 seconds of a Whisper) is cut into windows, whose texts are
+        joined.
+
+        Args:
+            audio: paths.
+            batch_size: windows per batch.
+            generation: settings as in `score.generation` of a recipe, for example language="en".
+
+        Raises:
+            InputError: the model does not recognize speech or is closed, a file cannot be read, or a
+                generation setting is unknown or out of range.
+        """
+        from smelt.runtimes.predict_texts import generate_texts
+
+        with self._calls:
+            self._require_method("transcribe")
+            settings, inputs = parse_generation(generation), as_paths(audio)
+            size = as_count(batch_size, "batch_size")
+            return generate_texts(self._runner, inputs, settings, size) if inputs else []
 
     def predict(self, texts: Iterable[TextOrPair], batch_size: int = 32) -> list[Any]:
         """Return the prediction for each text, or for each pair of texts (a tuple of two).

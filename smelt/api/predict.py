@@ -54,10 +54,10 @@ class ExampleOutput:
     @property
     def json_line(self) -> str:
         """Input and output as one line of JSON."""
-        image = self.task.traits.reads_images
-        fields: dict[str, Any] = {"image" if image else "text": self.example.text}
+        reads_images = self.task.traits.reads_images
+        fields: dict[str, Any] = {"image" if reads_images else self.task.traits.modality: self.example.text}
         if self.example.text_pair is not None:
-            fields["text" if image else "text_pair"] = self.example.text_pair
+            fields["text" if reads_images else "text_pair"] = self.example.text_pair
         return json.dumps(fields | self.task.result_fields(self.output), ensure_ascii=False)
 
 
@@ -188,10 +188,12 @@ def as_examples(texts: Sequence[str], task: str, name: str = "text") -> list[Exa
                 f"{name} {number}: not UTF-8 text, got {repr(text)[:60]}. Convert it to UTF-8.",
                 code="not-utf8",
             )
-    examples = [task_spec(task).parse_argument(text) for text in texts]
-    if task_traits(task).reads_images:
-        for number, example in enumerate(examples, 1):
-            check_image(example.text, f"{'image' if name == 'text' else name} {number}")
+    examples, traits = [task_spec(task).parse_argument(text) for text in texts], task_traits(task)
+    noun = name
+    if name == "text":
+        noun = "image" if traits.reads_images else traits.modality
+    for number, example in enumerate(examples, 1):
+        task_spec(task).check_input(example.text, f"{noun} {number}")
     return examples
 
 
@@ -259,16 +261,12 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
 
 def _read_rows(path: Path, spec: TaskSpec, column_args: Sequence[str]) -> list[Example]:
     """Read samples as the task does, without targets; a name without a role is the column of the text."""
-    columns = parse_columns([item if "=" in item else f"text={item}" for item in column_args])
-    rows = (
-        read_image_rows(path, columns.image, columns.label)
-        if spec.traits.reads_images
-        else read_file_rows(path)
-    )
+    default_role = "text" if "text" in spec.input_roles else spec.input_roles[0]
+    columns = parse_columns([item if "=" in item else f"{default_role}={item}" for item in column_args])
     with column_options(*spec.input_roles):
         return [
             replace(spec.parse_row(row, location, columns, lacks_target=True), line=None)
-            for location, row in rows
+            for location, row in spec.read_rows(path, columns)
         ]
 
 

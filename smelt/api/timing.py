@@ -161,10 +161,9 @@ def timing_samples(
             yield list(split.examples), path
     elif data is not None:
         yield read_samples(data, task, columns), None
-    elif task_traits(task).reads_images:
+    elif task_traits(task).reads_images or task_traits(task).modality == "audio":
         raise InputError(
-            "--data is missing. Set it to a folder of images with one subfolder per class, or to a"
-            " table of image files.",
+            "--data is missing. Set it to a table of files: rows with the path of an image or of audio.",
             code="missing-data",
         )
     else:

@@ -46,7 +46,7 @@ from smelt.calibration.statistics import (
 )
 from smelt.core.errors import InputError
 from smelt.models.families.family import Stack
-from smelt.models.families.registry import FAMILIES, Block, blocks_of, family_of
+from smelt.models.families.registry import FAMILIES, Block, blocks_of, encoder_inputs, family_of
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device, torch_threads
 from smelt.stage import Context
@@ -269,15 +269,13 @@ class SequentialRunner:
         """Return the encoder's output from the output of its last block, float [B, S, D]."""
         inputs = self.batches[number]
         with self._replay_states(number, None):
-            output: BlockOutput = self.model.get_encoder()(
-                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
-            ).last_hidden_state
+            output: BlockOutput = self.model.get_encoder()(**encoder_inputs(inputs)).last_hidden_state
         return output
 
     def _inputs(self, number: int) -> dict[str, Any]:
         inputs: dict[str, Any] = {k: v for k, v in self.batches[number].items() if k != "labels"}
         if self.encoded is not None:
-            del inputs["input_ids"]
+            del inputs[self.model.main_input_name]
             states = self.encoded.get(number, str(self.model.device))
             inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
         return inputs | ({"use_cache": False} if self.model.can_generate() else {})

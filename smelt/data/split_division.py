@@ -64,7 +64,15 @@ def divide_split(split: Split, shares: Mapping[str, float], seed: int) -> dict[s
     """
     groups = _groups_by_segment(split, seed) if _is_plain_text(split) else _groups_by_input(split, seed)
     if len(groups) <= len(shares):
-        kind = "row" if split.arrays is not None else "image" if split.images else "text"
+        kind = (
+            "row"
+            if split.arrays is not None
+            else "image"
+            if split.images
+            else "file"
+            if split.audio
+            else "text"
+        )
         description = f"{len(groups)} different {kind}{'' if len(groups) == 1 else 's'}"
         raise InputError(
             f"{split.origin}: {description} cannot be divided into {len(shares) + 1} splits, because equal"

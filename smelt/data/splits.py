@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from smelt.core.errors import SettingError
 from smelt.core.files import json_hash
 from smelt.core.messages import Message, error_message
+from smelt.data.audio import audio_hash
 from smelt.data.images import image_hash
 from smelt.data.npz_arrays import SampleArrays
 from smelt.data.tasks import Task, task_traits
@@ -136,6 +137,16 @@ class Columns(BaseModel):
         description="image",
         examples=["image", "file_name", "filename", "image_path", "path", "file", "img"],
     )
+    audio: str = Field(
+        default="audio",
+        description="file of audio",
+        examples=["audio", "audio_path", "wav", "file_name", "path", "file"],
+    )
+    transcript: str = Field(
+        default="text",
+        description="transcript of the audio",
+        examples=["text", "transcript", "transcription", "sentence", "target"],
+    )
     label: str = Field(
         default="label",
         description="label",
@@ -199,9 +210,10 @@ class Example:
 
     Translation, summarization, text generation: `references`; classification: `label`, optionally
     `text_pair`; sentence similarity: optionally `text_pair`, and with it optionally the score as a float
-    `label`; image classification: `label`, and an image reference as the text; token classification: the tag
-    of each word as `label`; question answering: the context as `text_pair`, the answers as `references`, and
-    the first character of each as `label`, both empty if the question is unanswerable.
+    `label`; image classification: `label`, and an image reference as the text; speech recognition:
+    `references`, and the path of the audio as the text; token classification: the tag of each word as
+    `label`; question answering: the context as `text_pair`, the answers as `references`, and the first
+    character of each as `label`, both empty if the question is unanswerable.
 
     words: of a sample that is split into words; its text is the words joined with spaces. Empty: the words of
     the text are `smelt.data.tags.split_words`.
@@ -240,7 +252,7 @@ class Split:
 
     windows: how samples are joined and cut; only for language modeling. arrays: the values of samples
     that are arrays; the text of an example is then its index. images: the texts are references to
-    images.
+    images. audio: they are paths of audio.
     """
 
     origin: str
@@ -248,6 +260,7 @@ class Split:
     windows: Windows | None = None
     arrays: SampleArrays | None = field(default=None, repr=False, compare=False)
     images: bool = False
+    audio: bool = False
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -278,6 +291,8 @@ class Split:
         """The content of each sample without its label: its text, or a hash of an image or of arrays."""
         if self.arrays is not None:
             return self.arrays.sample_hashes
+        if self.audio:
+            return tuple(audio_hash(example.text) for example in self.examples)
         return tuple(image_hash(e.text) if self.images else e.text for e in self.examples)
 
     def select(self, places: Iterable[int]) -> Split:

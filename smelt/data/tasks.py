@@ -14,6 +14,7 @@ from smelt.core.errors import InputError
 Task = Literal[
     "translation",
     "summarization",
+    "speech-recognition",
     "text-classification",
     "language-modeling",
     "text-generation",
@@ -25,16 +26,16 @@ Task = Literal[
     "image-text",
     "custom",
 ]
-Modality = Literal["text", "image", "image-and-text", "arrays"]
+Modality = Literal["text", "image", "image-and-text", "audio", "arrays"]
 
 
 @dataclass(frozen=True)
 class TaskTraits:
     """What the samples, the model and the outputs of a task are."""
 
-    samples: Literal["texts", "running-text", "prompts", "images", "captioned-images", "arrays"]
+    samples: Literal["texts", "running-text", "prompts", "images", "captioned-images", "audio", "arrays"]
     """What is read: separate texts; one text, cut into windows; prompts with responses; files of images
-    (smelt.data.images), with or without a text each; arrays of any meaning."""
+    (smelt.data.images), with or without a text each, or of audio (smelt.data.audio); arrays."""
     architecture: Literal["encoder", "encoder-decoder", "decoder", "any"]
     output: Literal[
         "text",
@@ -65,9 +66,15 @@ class TaskTraits:
         others: dict[str, Modality] = {
             "images": "image",
             "captioned-images": "image-and-text",
+            "audio": "audio",
             "arrays": "arrays",
         }
         return others.get(self.samples, "text")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether inputs or targets are tokens of a text."""
+        return self.modality in ("text", "image-and-text", "audio")
 
     @property
     def classifies(self) -> bool:
@@ -78,11 +85,6 @@ class TaskTraits:
     def reads_images(self) -> bool:
         """Whether a sample has an image."""
         return self.modality in ("image", "image-and-text")
-
-    @property
-    def tokenizes(self) -> bool:
-        """Whether a sample has a text."""
-        return self.modality in ("text", "image-and-text")
 
     @property
     def embeds(self) -> bool:
@@ -99,6 +101,9 @@ _TEXT_TO_TEXT = TaskTraits("texts", "encoder-decoder", "text", "AutoModelForSeq2
 TASK_TRAITS: dict[Task, TaskTraits] = {
     "translation": _TEXT_TO_TEXT,
     "summarization": _TEXT_TO_TEXT,
+    "speech-recognition": TaskTraits(
+        "audio", "encoder-decoder", "text", "AutoModelForSpeechSeq2Seq", has_target_text=True
+    ),
     "text-classification": TaskTraits(
         "texts", "encoder", "labels", "AutoModelForSequenceClassification", "joined", optional_labels=True
     ),
@@ -126,6 +131,8 @@ TASK_TRAITS: dict[Task, TaskTraits] = {
     "custom": TaskTraits("arrays", "any", "arrays", None),
 }
 ALL_TASKS: tuple[Task, ...] = get_args(Task)
+# Of exported graphs that other stages may change.
+GRAPH_TASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if TASK_TRAITS[task].modality != "audio")
 
 
 def task_traits(task: str) -> TaskTraits:

@@ -10,9 +10,9 @@ previous calls, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -78,6 +78,51 @@ class Batch:
     input_ids: Tokens
     attention_mask: Tokens
     token_type_ids: Tokens | None = None
+
+    @property
+    def source(self) -> Feeds:
+        """The inputs of an encoder, or of a graph with the generation loop."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+    def select(self, rows: Sequence[int] | Tokens) -> Batch:
+        """Return some rows, without columns that are padding in all of them."""
+        used_columns = self.attention_mask[rows].any(axis=0)
+        types = self.token_type_ids
+        return Batch(
+            self.input_ids[rows][:, used_columns],
+            self.attention_mask[rows][:, used_columns],
+            None if types is None else types[rows][:, used_columns],
+        )
+
+
+INPUT_FEATURES = "input_features"
+
+
+@dataclass(frozen=True)
+class AudioBatch(Batch):
+    """Spectrograms of audio, which have no tokens and are not padded: `input_ids` are 0, the mask is 1.
+
+    input_ids, attention_mask: int64 [B, T] for the T states of the encoder. load: reads the audio and returns
+    the spectrograms, so that a list of batches holds none.
+    """
+
+    load: Callable[[], NDArray[np.float32]] = field(kw_only=True)
+
+    @property
+    def input_features(self) -> NDArray[np.float32]:
+        """The spectrograms, float32 [B, M, F], with M mel bins and F frames."""
+        return self.load()
+
+    @property
+    def source(self) -> Feeds:
+        """The spectrograms."""
+        return {INPUT_FEATURES: self.input_features}
+
+    def select(self, rows: Sequence[int] | Tokens) -> AudioBatch:
+        """Return some rows."""
+        return AudioBatch(
+            self.input_ids[rows], self.attention_mask[rows], load=lambda: self.input_features[rows]
+        )
 
 
 FloatArray = TypeVar("FloatArray", NDArray[np.float32], NDArray[np.float64])

@@ -30,6 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from smelt.core.errors import InputError, SettingError
 from smelt.generation.backend import Batch, Tokens
+from smelt.generation.speech_prompt import speech_start_tokens
+from smelt.models.families.registry import reads_audio
 from smelt.models.text_rules import SHORTLIST_FILE, position_table_size
 from smelt.stage import Settings
 
@@ -72,6 +74,9 @@ class GenerationSettings(Settings):
     forced_eos_token_id: TokenId | None = Field(default=None, description="last token at the limit")
     suppress_tokens: tuple[TokenId, ...] | None = Field(default=None, description="never generated")
     begin_suppress_tokens: tuple[TokenId, ...] | None = Field(default=None, description="not generated first")
+    language: str | None = Field(
+        default=None, description="speech recognition: of the audio, as en or English; default: the model's"
+    )
     do_sample: bool = Field(default=False, description="draw each token")
     temperature: float | None = Field(default=None, gt=0, le=100, description="sampling: of the softmax")
     top_k: int | None = Field(default=None, ge=0, description="sampling: number of candidates; 0: all")
@@ -147,7 +152,8 @@ class HasModelConfig(Protocol):
 class GenerationConfig(BaseModel):
     """`GenerationSettings` with every value set. Token numbers are ids of the vocabulary.
 
-    start: the decoder's first token, None for a decoder-only model. pad: fills a row after the end of its
+    start: the decoder's first token, None for a decoder-only model. start_tokens: those that follow it before
+    the first new one: language and task of a Whisper. pad: fills a row after the end of its
     text. positions: the model's maximum length, None where it has no position table.
     """
 
@@ -174,9 +180,15 @@ class GenerationConfig(BaseModel):
     renormalize_logits: bool = False
     remove_invalid_values: bool = False
     start: int | None = None
+    start_tokens: list[int] = Field(default_factory=list)
     eos: list[int] = Field(default_factory=list)
     pad: int = 0
     positions: int | None = None
+
+    @property
+    def decoder_prompt(self) -> list[int]:
+        """The tokens of the decoder before the first new one; empty for a decoder-only model."""
+        return [] if self.start is None else [self.start, *self.start_tokens]
 
     def requested_new_tokens(self, prompt_length: int) -> int:
         """Return the requested number of new tokens, whether or not the model has positions for them."""
@@ -195,11 +207,16 @@ class GenerationConfig(BaseModel):
     def hit_length_limit(self, new: Sequence[int]) -> bool:
         """Return whether the output `new` ended because of the length limit.
 
-        new: the tokens of an encoder-decoder model after its first one. Where the last token is forced to
+        new: the tokens of an encoder-decoder model after its prompt. Where the last token is forced to
         be the end (`forced_eos_token_id`), an output of full length counts as limited.
         """
-        has_max_length = len(new) >= self.max_total_length(1) - 1
+        has_max_length = len(new) >= self.max_new_after_start
         return has_max_length and (bool(self.forced_eos_token_id) or new[-1] not in self.eos)
+
+    @property
+    def max_new_after_start(self) -> int:
+        """The maximum number of new tokens of an encoder-decoder model."""
+        return self.max_total_length(len(self.decoder_prompt)) - len(self.decoder_prompt)
 
     def min_total_length(self, prompt_length: int) -> int:
         """Return the length, including its prompt, below which a text may not end."""
@@ -244,6 +261,7 @@ class GenerationConfig(BaseModel):
         forced_tokens = {
             "forced_bos": self.forced_bos_token_id,
             "forced_eos": self.forced_eos_token_id or None,
+            "start_tokens": self.start_tokens or None,
         }
         parts += [f"{name}:{value}" for name, value in forced_tokens.items() if value is not None]
         return "|".join(parts)
@@ -274,7 +292,16 @@ def resolve_generation(generation: GenerationSettings, model: HasModelConfig) ->
             defaults = {
                 name: value for name, value in defaults.items() if name not in (new_tokens_key, length_key)
             }
+    language = explicit.pop("language", None)
     values = defaults | explicit | _special_tokens(model)
+    if reads_audio(model.config):
+        values["start_tokens"] = speech_start_tokens(model_settings, model.config, language)
+    elif language is not None:
+        raise InputError(
+            f"{model.folder}: language is a setting of models that read audio. Remove it.",
+            code="unused-setting",
+            setting="language",
+        )
     values["forced_eos_token_id"] = _as_list(values.get("forced_eos_token_id"))
     values["positions"] = _max_positions(generation, model, values["start"] is not None)
     try:
@@ -362,6 +389,7 @@ def _check_token_ids(decoding: GenerationConfig, model: HasModelConfig) -> None:
         "forced_eos_token_id": decoding.forced_eos_token_id,
         "forced_bos_token_id": _as_list(decoding.forced_bos_token_id),
         "eos_token_id": decoding.eos,
+        "start_tokens": decoding.start_tokens,
     }
     for name, tokens in lists.items():
         invalid = [token for token in tokens if not 0 <= token < size]

@@ -14,7 +14,7 @@ P = tokens of previous calls, D = width of the model, H = heads, d = width of a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from smelt.core.errors import RunError
 from smelt.core.process_group import merge_shares, own_batches, process_count
 from smelt.generation.backend import (
     GENERATION_GRAPHS,
+    INPUT_FEATURES,
     Backend,
     Batch,
     Feeds,
@@ -241,22 +242,26 @@ def _continued_feeds(state: DecoderOnlyState, ids: Tokens, mask: Tokens) -> tupl
     return full_mask, {"input_ids": ids, "attention_mask": full_mask, "position_ids": positions}
 
 
-def prefill(runner: Runner, batch: Batch, tokens: Tokens, single_prefill: bool) -> tuple[Any, Logits]:
+def prefill(runner: Runner, batch: Batch, prompt: Tokens, single_prefill: bool) -> tuple[Any, Logits]:
     """Run the prompts of a batch; return its state and the logits of each row's next token, float32 [B, V].
 
     Args:
         runner: of a generating model.
-        batch: the prompts.
-        tokens: int64 [B], the last token of each prompt, or the decoder's first.
+        batch: the prompts, or the inputs of an encoder.
+        prompt: int64 [B, P], the prompts, or the first tokens of the decoder next to an encoder.
         single_prefill: run prompts with their last token in one call, as a graph with the generation loop
             does: int8 scales, which depend on all inputs of a call, are then equal. Only for a
             `DecoderOnlyRunner`.
     """
     if single_prefill and isinstance(runner, DecoderOnlyRunner):
-        state = runner.start(len(tokens))
+        state = runner.start(len(prompt))
         return state, runner.extend(state, batch.input_ids, batch.attention_mask, 1)[:, -1]
     state_after = runner.encode(batch)
-    return state_after, runner.decode_step(state_after, tokens)
+    # `encode` of a decoder-only model runs all tokens of a prompt but its last
+    first_tokens = prompt if runner.config.get("is_encoder_decoder") else prompt[:, -1:]
+    for tokens in first_tokens.T:
+        logits = runner.decode_step(state_after, tokens)
+    return state_after, logits
 
 
 ENCODER_GRAPH, DECODER_GRAPH = "encoder_model", "decoder_with_past_model"
@@ -298,7 +303,7 @@ class EncoderDecoderRunner(Runner):
 
     def encoder_outputs(self, batch: Batch) -> dict[str, NDArray[np.floating[Any]]]:
         """Return the encoder's outputs by name: hidden states [B, L, D], keys and values [B, H, L, d]."""
-        return self.backend.call(ENCODER_GRAPH, _encoder_feeds(batch))
+        return self.backend.call(ENCODER_GRAPH, batch.source)
 
     def encode(self, batch: Batch) -> EncoderDecoderState:
         """Run the encoder; nothing is decoded yet."""
@@ -308,7 +313,7 @@ class EncoderDecoderRunner(Runner):
         if self.shortlist is not None:
             disallowed = ~self.shortlist.allowed_tokens(batch, vocabulary_sizes(self.config)[1])
         return EncoderDecoderState(
-            self.backend.start(num_rows, _encoder_feeds(batch), shared), np.arange(num_rows), disallowed
+            self.backend.start(num_rows, batch.source, shared), np.arange(num_rows), disallowed
         )
 
     def decode_step(self, state: EncoderDecoderState, tokens: Tokens) -> Logits:
@@ -340,5 +345,10 @@ class EncoderDecoderRunner(Runner):
         return state
 
 
-def _encoder_feeds(batch: Batch) -> Feeds:
-    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+class SpeechRunner(EncoderDecoderRunner):
+    """A `Runner` of a model that reads spectrograms of audio (`AudioBatch`) and generates a text."""
+
+    graphs: ClassVar[ModelGraphs] = replace(
+        EncoderDecoderRunner.graphs,
+        encoder=GraphInterface(ENCODER_GRAPH, frozenset({INPUT_FEATURES}), frozenset({"last_hidden_state"})),
+    )

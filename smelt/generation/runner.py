@@ -207,8 +207,7 @@ class Runner(Protocol):
             batch: the prompts or source texts.
             feeds: search settings, see `smelt/generation/search.py`.
         """
-        source = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        sequences: Tokens = self.backend.call(graph, {**source, **feeds})["sequences"]
+        sequences: Tokens = self.backend.call(graph, {**batch.source, **feeds})["sequences"]
         return sequences
 
     def reorder_cache(self, state: Any, rows: Tokens) -> Any:

@@ -100,7 +100,7 @@ def beam_search_n_best(
     results: list[list[list[int]]] = [[] for _ in running.texts]
     batch_rows = np.arange(len(results))  # indices of the sentences that are still in the batch
     improvable = np.ones((len(results), 1), dtype=bool)
-    state, first = prefill(runner, batch, rules.prompt[:, -1], single_prefill)
+    state, first = prefill(runner, batch, rules.prompt, single_prefill)
     # all beams are equal at first: the runner computes them once
     logits = np.repeat(first, beams, axis=0)
     for length in range(start, rules.longest):
@@ -337,7 +337,7 @@ def forced_logits(
         decoding: has the decoder's first token.
         tokens: int64 [B, T], the outputs, padded at the end.
     """
-    state, logits = prefill(runner, batch, _make_processors(batch, decoding).prompt[:, -1], False)
+    state, logits = prefill(runner, batch, _make_processors(batch, decoding).prompt, False)
     yield logits
     for position in range(tokens.shape[1] - 1):
         yield runner.decode_step(state, tokens[:, position])
@@ -346,8 +346,8 @@ def forced_logits(
 def _make_processors(batch: Batch, decoding: GenerationConfig) -> LogitsProcessors:
     if decoding.start is None:
         return LogitsProcessors(decoding, batch.input_ids, batch.attention_mask)
-    start = np.full((batch.input_ids.shape[0], 1), decoding.start, dtype=np.int64)
-    return LogitsProcessors(decoding, start, None)
+    prompt = np.tile(np.array(decoding.decoder_prompt, dtype=np.int64), (batch.input_ids.shape[0], 1))
+    return LogitsProcessors(decoding, prompt, None)
 
 
 def generate_resolved(
@@ -387,7 +387,7 @@ def _decode_loop(
     drop_finished: rows that have ended are removed from the batch, once they are a quarter of it: removing
     them from the caches costs about as much as one of them does in a step. single_prefill: see `prefill`.
     """
-    state, scores = prefill(runner, batch, rules.prompt[:, -1], single_prefill)
+    state, scores = prefill(runner, batch, rules.prompt, single_prefill)
     num_rows, length = rules.prompt.shape
     results: list[list[int]] = [[] for _ in range(num_rows)]
     batch_rows = np.arange(num_rows)  # indices of the rows that are still in the batch
@@ -469,7 +469,7 @@ def generation_graph_name(decoding: GenerationConfig) -> str:
 
 def run_generation_graph(runner: Runner, batch: Batch, decoding: GenerationConfig) -> list[list[int]]:
     """Generate with the graph whatever else is open; `graph_supports(decoding)` must be true."""
-    prompt = 1 if decoding.start is not None else batch.input_ids.shape[1]
+    prompt = len(decoding.decoder_prompt) or batch.input_ids.shape[1]
     sequences_out = runner.generate_sequences(
         generation_graph_name(decoding), batch, _cached_feeds(runner, decoding, prompt)
     )
@@ -503,7 +503,7 @@ def generation_feeds(
 
     Args:
         decoding: `graph_supports` must be true for it.
-        prompt_length: of the batch, with padding; 1 for an encoder-decoder.
+        prompt_length: of the batch, with padding; of an encoder-decoder that of `decoder_prompt`.
         vocabulary: V.
     """
     max_length = decoding.max_total_length(prompt_length)
@@ -521,7 +521,8 @@ def generation_feeds(
         "no_repeat_ngram_size": np.array(decoding.no_repeat_ngram_size),
     }
     if decoding.start is not None:
-        feeds["decoder_start_token_id"] = np.array(decoding.start)
+        prompt = decoding.decoder_prompt
+        feeds["decoder_start_token_id"] = np.array(prompt if len(prompt) > 1 else decoding.start)
     if decoding.num_beams > 1:
         never_stops_early = decoding.early_stopping == "never" and decoding.length_penalty > 0
         feeds |= {

@@ -188,7 +188,11 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     ]
     if not stacks:
         return None
-    vocabulary = 0 if family.input_kind != "texts" else _number(config.get("vocab_size")) or 0
+    vocabulary = (
+        0
+        if family.architecture == "encoder" and family.input_kind != "texts"
+        else _number(config.get("vocab_size")) or 0
+    )
     table_width = family.embedding_size(config) or width
     generates = family.architecture != "encoder"
     separate = config.get("share_encoder_decoder_embeddings") is False  # Marian's option

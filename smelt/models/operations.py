@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from smelt.core.errors import RunError
 from smelt.models.edits import replace_module
 from smelt.models.empty_model import empty_model
-from smelt.models.families.registry import reads_images, reads_images_and_texts
+from smelt.models.families.registry import reads_audio, reads_images, reads_images_and_texts
 from smelt.models.image_text_model import image_embeds, text_embeds
 from smelt.models.text_rules import position_limit
 from smelt.models.user_module import UserModuleForArrays
@@ -77,6 +77,13 @@ def _count(model: Any, size: tuple[int, int]) -> int:
             image_embeds(model, torch.zeros(1, 3, *size, device=device))
             length = position_limit(config) or 1
             text_embeds(model, torch.ones(1, length, dtype=torch.long, device=device))
+        elif reads_audio(config):
+            frames = 2 * model.config.max_source_positions  # a window has one size
+            model(
+                torch.zeros(1, model.config.num_mel_bins, frames, device=device),
+                decoder_input_ids=torch.ones(1, size[1], dtype=torch.long, device=device),
+                use_cache=False,
+            )
         elif reads_images(config):
             model(pixel_values=torch.zeros(1, model.config.num_channels, *size, device=device))
         elif isinstance(model, UserModuleForArrays):

@@ -63,6 +63,11 @@ class ImageTextProcessor:
     images: ImageProcessor
 
     @property
+    def model_max_length(self) -> int:
+        """The maximum number of tokens of a caption, of the tokenizer."""
+        return int(self.tokenizer.model_max_length)
+
+    @property
     def shape(self) -> tuple[int, int] | None:
         """Return (h, w) of all images; None where they depend on the image."""
         return self.images.shape

@@ -537,7 +537,9 @@ class OnnxBackend:
         if graph not in self.generation_graphs:
             self._open_step_graphs()
             return self._sessions
-        shape = GraphInterface(graph, frozenset({"input_ids", "attention_mask"}), frozenset({"sequences"}))
+        encoder = self._graphs.encoder
+        inputs = frozenset({"input_ids", "attention_mask"}) if encoder is None else encoder.inputs
+        shape = GraphInterface(graph, inputs, frozenset({"sequences"}))
         sessions = {graph: self._open(shape)}
         self._record_inputs(sessions)
         if not (self._large and self._sessions):  # else it is for this call only

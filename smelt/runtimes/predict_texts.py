@@ -23,11 +23,18 @@ from smelt.generation.prompt_batches import (
 )
 from smelt.generation.runner import Runner, TextTools
 from smelt.generation.search import forced_logits, generate_n_best
-from smelt.models.families.registry import reads_images
+from smelt.models.families.registry import reads_audio, reads_images
 from smelt.models.tokenizer import (
     EncodedTexts,
     as_text_tokenizer,
     encode_texts,
+)
+from smelt.runtimes.audio import (
+    AudioInput,
+    SpeechFeatures,
+    file_windows,
+    join_windows,
+    window_batches,
 )
 from smelt.runtimes.images import image_logits
 from smelt.stage import Progress, no_progress
@@ -98,7 +105,13 @@ def generate_texts(
     tokenizer, decoding = tools.tokenizer, tools.resolved_generation(generation, runner)
     results: dict[int, str] = {}
     num_limited = 0
-    batches = _batches(tools, texts, batch_size, None, on_truncate)
+    windows: list[AudioInput] | None = None
+    if reads_audio(runner.config):
+        features = SpeechFeatures(runner.config)
+        windows = file_windows(texts, features)
+        batches = window_batches(windows, features, batch_size)
+    else:
+        batches = _batches(tools, texts, batch_size, None, on_truncate)
     for (indices, _), tokens in map_batches(
         lambda number, item: runner.generator(runner, item[1], decoding, number), batches, runner.workers
     ):
@@ -106,8 +119,9 @@ def generate_texts(
         results.update(zip(indices, tokenizer.decode_batch(tokens), strict=True))
         progress(min(len(texts), len(results) * process_count()), len(texts), "sentences")
     if on_length_limit is not None:
-        on_length_limit(sum(gather_parts(num_limited)), decoding.max_total_length(1) - 1)
-    return merge_shares(results)
+        on_length_limit(sum(gather_parts(num_limited)), decoding.max_new_after_start)
+    generated = merge_shares(results)
+    return generated if windows is None else join_windows(generated, windows)
 
 
 def generation_batches(
@@ -115,6 +129,9 @@ def generation_batches(
 ) -> Sequence[tuple[list[int], Batch]]:
     """Return the batches of `texts` that a model generates from, each with the indices of its rows."""
     tools = runner.text
+    if reads_audio(runner.config):
+        features = SpeechFeatures(runner.config)
+        return window_batches(file_windows(texts, features, first_only=True), features, batch_size)
     if not is_causal(runner.config):
         return _batches(tools, texts, batch_size, None, None)
     prompts, _ = truncated_prompts(runner, texts, decoding)
@@ -134,7 +151,7 @@ def target_nll(
     """
     tools, sums = runner.text, dict[int, float]()
     decoding = tools.resolved_generation(GenerationSettings(), runner)
-    for _, (indices, batch) in own_batches(_batches(tools, texts, batch_size, None, None)):
+    for _, (indices, batch) in own_batches(generation_batches(runner, texts, decoding, batch_size)):
         encoded = EncodedTexts([list(targets[i]) for i in indices], None, 0)
         tokens = pad_batch(encoded, range(len(indices)), 0)
         losses = np.zeros(tokens.input_ids.shape, dtype=np.float64)

@@ -15,10 +15,15 @@ from smelt.core.artifact import Artifact, Format, default_threads
 from smelt.core.errors import InputError
 from smelt.data.labels import has_classifier
 from smelt.generation.backend import BackendFactory
-from smelt.generation.generating_runners import DecoderOnlyRunner, EncoderDecoderRunner, is_causal
+from smelt.generation.generating_runners import (
+    DecoderOnlyRunner,
+    EncoderDecoderRunner,
+    SpeechRunner,
+    is_causal,
+)
 from smelt.generation.runner import Runner, read_model_files
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.models.families.registry import reads_images, reads_images_and_texts
+from smelt.models.families.registry import reads_audio, reads_images, reads_images_and_texts
 from smelt.models.text_rules import MODULES_FILE
 from smelt.runtimes.device import DeviceType, onnx_device, torch_device
 from smelt.runtimes.fixed_shapes import FixedShapeBackend, read_fixed_shape
@@ -201,6 +206,8 @@ def runner_class_for(
         return ImageClassifierRunner
     if reads_images_and_texts(config):
         return ImageTextRunner
+    if reads_audio(config):
+        return SpeechRunner
     if is_causal(config):
         return DecoderOnlyRunner
     classifies = has_classifier(config)

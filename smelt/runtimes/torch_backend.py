@@ -117,8 +117,8 @@ class TorchBackend(NoGenerationGraphs):
         if feeds is None or shared is None:
             return TorchDecodeState(DynamicCache())
         mask = self._to_device(shared["encoder_attention_mask"])
-        ids = self._to_device(feeds["input_ids"])
-        encoded = self._run(model.get_encoder(), input_ids=ids, attention_mask=mask)
+        inputs = {name: self._to_device(values) for name, values in feeds.items()}
+        encoded = self._run(model.get_encoder(), **inputs)
         return TorchDecodeState(EncoderDecoderCache(DynamicCache(), DynamicCache()), encoded, mask)
 
     @torch.inference_mode()

@@ -48,7 +48,7 @@ def encode_split(
     if isinstance(split, EncodedSplit):
         return list(split.encoded)
     limit = 0
-    if ctx.traits.modality == "text":
+    if ctx.traits.has_tokenizer:
         limit = min(max_length or 10**9, max_input_length(tokenizer, config.to_dict()))
     samples, truncated = task_spec(ctx.task).encode(split, config, tokenizer, limit, max_length)
     if truncated:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smelt.data.csv_rows import RowIterator
 from smelt.data.examples import parse_image, parse_labeled
+from smelt.data.images import check_image, read_image_rows
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.classification import Classification
 from smelt.tasks.spec import PackageClass
@@ -30,8 +33,20 @@ class ImageClassification(Classification):
     preprocessing_libraries = ("pillow",)
     row_example = '{"image": "FILE", "label": "..."}, or a folder with a folder for each class'
     package = PackageClass(
-        "image_classification", "ImageClassifier", 'print(ImageClassifier()(["photo.jpg"]))'
+        "image_classification",
+        "ImageClassifier",
+        'print(ImageClassifier()(["photo.jpg"]))',
+        ("pillow",),
+        "image/jpeg",
     )
+
+    def read_rows(self, path: Path, columns: Columns) -> RowIterator:
+        """Yield rows with a reference to an image, as `TaskSpec.read_rows`."""
+        return read_image_rows(path, columns.image, columns.label)
+
+    def check_input(self, text: str, location: str) -> None:
+        """Check the header of an image."""
+        check_image(text, location)
 
     def parse_row(
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.messages import CONTROL_ESCAPES
+from smelt.data.csv_rows import RowIterator
 from smelt.data.examples import missing_column, nonempty_text, parse_image
+from smelt.data.images import check_image, read_image_rows
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.spec import PackageClass, TaskSpec
 
@@ -50,6 +52,14 @@ class ImageText(TaskSpec):
         "ImageTextMatcher",
         'print(ImageTextMatcher()([{"image": "photo.jpg", "text": ["a photo of a cat", "a dog"]}]))',
     )
+
+    def read_rows(self, path: Path, columns: Columns) -> RowIterator:
+        """Yield rows with a reference to an image, as `TaskSpec.read_rows`."""
+        return read_image_rows(path, columns.image, columns.label)
+
+    def check_input(self, text: str, location: str) -> None:
+        """Check the header of an image."""
+        check_image(text, location)
 
     def parse_row(
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool
@@ -108,13 +118,11 @@ class ImageText(TaskSpec):
         self, split: Split, config: Any, tokenizer: Any, limit: int, length: int | None
     ) -> tuple[list[EncodedSample], int]:
         """Return images, decoded when their batch is made, with their captions, as `TaskSpec.encode`."""
-        from smelt.models.text_rules import max_input_length
         from smelt.models.tokenizer import encode_texts
         from smelt.runtimes.images import split_images
         from smelt.tasks.image_text_samples import ImageTextSample
 
-        values, text_tokenizer = config.to_dict(), tokenizer.tokenizer
-        limit = min(length or 10**9, max_input_length(text_tokenizer, values))
+        text_tokenizer = tokenizer.tokenizer
         encoded = encode_texts(captions(split), text_tokenizer, limit)
         samples: list[EncodedSample] = [
             ImageTextSample(list(ids), None, 0, image=image, tokenizer=text_tokenizer)

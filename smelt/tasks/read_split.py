@@ -17,7 +17,6 @@ from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.data.csv_rows import RowIterator, folder_splits, read_file_rows, read_hub_rows
 from smelt.data.examples import MissingColumnError, missing_columns_error
-from smelt.data.images import read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_samples
 from smelt.data.splits import Columns, Example, Split, Windows, split_from_arrays
@@ -48,8 +47,10 @@ def read_split(
     path = resolve_path(base, origin)
     if task_traits(task).modality == "arrays":
         return split_from_arrays(origin, read_samples(path, name, axes, label_arrays))
-    if task_traits(task).reads_images:
-        return _read_image_split(path, origin, task_spec(task), columns, name, targets_optional)
+    traits = task_traits(task)
+    if traits.reads_images or traits.modality == "audio":
+        examples = _read_file_examples(path, task_spec(task), columns, name, targets_optional)
+        return Split(origin, examples, images=traits.reads_images, audio=traits.modality == "audio")
     if path.is_file():
         if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":
             return _read_text_split(path, origin, name)
@@ -181,26 +182,24 @@ def _combined_errors(errors: Sequence[InputError]) -> InputError:
     )
 
 
-def _read_image_split(
-    path: Path, origin: str, spec: TaskSpec, columns: Columns, name: str, targets_optional: bool
-) -> Split:
-    """Return samples that name images; the header of each image is checked."""
+def _read_file_examples(
+    path: Path, spec: TaskSpec, columns: Columns, name: str, targets_optional: bool
+) -> tuple[Example, ...]:
+    """Return samples that name images or audio; the header of each file is checked."""
     if not path.exists():
         raise InputError(
             f"{path}: no such file or folder (data for '{name}').{_similar_file_hint(path)}",
             code="missing-file",
             file=str(path),
         )
-    examples = _parse_examples(
-        read_image_rows(path, columns.image, columns.label), spec, columns, targets_optional
-    )
+    examples = _parse_examples(spec.read_rows(path, columns), spec, columns, targets_optional)
     if not examples:
         raise InputError(
             f"{path}: this file has no samples, but '{name}' needs at least one.",
             code="empty-data",
             file=str(path),
         )
-    return Split(origin, examples, images=True)
+    return examples
 
 
 def _read_text_split(path: Path, origin: str, name: str) -> Split:

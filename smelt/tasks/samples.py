@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smelt.core.files import read_json_object
+from smelt.data.images import image_hash
 from smelt.data.labels import (
     MULTI_LABEL,
     NO_CLASS,
@@ -36,9 +37,10 @@ from smelt.data.labels import (
 from smelt.data.splits import Example, Split, input_texts
 from smelt.data.tasks import Task
 from smelt.models.checkpoint import load_tokenizer
-from smelt.models.families.registry import reads_arrays, reads_images, reads_images_and_texts
+from smelt.models.families.registry import reads_arrays, reads_audio, reads_images, reads_images_and_texts
 from smelt.models.masked_windows import TokenMasker, WindowTokens, fixed_masks
 from smelt.models.tokenizer import EncodedTexts, encode_texts, uses_token_types
+from smelt.runtimes.audio import read_speech_processor
 from smelt.runtimes.image_text import read_image_text_processor
 from smelt.runtimes.images import ImageInput, read_processor, stack_image_inputs
 from smelt.runtimes.onnx_import.signature import read_signature
@@ -85,6 +87,11 @@ class EncodedSample:
             longer = max(len(self.input_ids), len(self.second_ids))
             return longer, longer
         return len(self.input_ids), len(self.target) if isinstance(self.target, list) else 0
+
+    @property
+    def content(self) -> str:
+        """What identifies inputs that are not token ids: the bytes and the preprocessing of an image."""
+        return "" if self.image is None else f"{image_hash(self.image.reference)} {self.image.processor!r}"
 
     @property
     def num_inputs(self) -> int:
@@ -182,7 +189,7 @@ def encode_inputs(
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the tokenizer of the model in `folder`, its image processor, or the signature of its arrays.
+    """Return the tokenizer of the model in `folder`, its processor, or the signature of its arrays.
 
     Raises:
         InputError: its files are missing or do not match.
@@ -192,6 +199,8 @@ def load_processor(folder: Path) -> Any:
         return read_processor(folder)
     if reads_images_and_texts(config):
         return read_image_text_processor(folder)
+    if reads_audio(config):
+        return read_speech_processor(folder)
     return read_signature(folder) if reads_arrays(config) else load_tokenizer(folder)
 
 

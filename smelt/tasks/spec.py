@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from smelt.data.csv_rows import RowIterator, read_file_rows
 from smelt.data.splits import Columns, Example, Split, input_texts
 from smelt.data.tasks import Task, TaskTraits, task_traits
 
@@ -29,6 +30,10 @@ class PackageClass:
     name: str
     usage: str
     """A program that calls it, for the README."""
+    libraries: tuple[str, ...] = ()
+    """Libraries that it needs besides onnxruntime, numpy and that of the tokenizer, with their own ones."""
+    media: str | None = None
+    """The media type of files that the service takes as a body; None if inputs are JSON."""
 
 
 class TaskSpec:
@@ -87,6 +92,21 @@ class TaskSpec:
     def traits(self) -> TaskTraits:
         """The traits of the task."""
         return task_traits(self.name)
+
+    def read_rows(self, path: Path, columns: Columns) -> RowIterator:
+        """Yield the rows of a file, each with its position; paths in them are absolute.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        return read_file_rows(path)
+
+    def check_input(self, text: str, location: str) -> None:
+        """Check an input that is no text but names a file; location: for the message.
+
+        Raises:
+            InputError: there is no such file, or it cannot be read.
+        """
 
     def parse_row(
         self, row: Mapping[str, Any], location: str, columns: Columns, lacks_target: bool

@@ -58,7 +58,7 @@ LEFT = Batch(np.array([[7, 8, 9], [0, 3, 4]]), np.array([[1, 1, 1], [0, 1, 1]]))
 @pytest.mark.parametrize("at_once", [True, False])
 def test_prefill_with_or_without_last_token_gives_the_same_output(at_once):
     model = runner()
-    state, logits = prefill(model, LEFT, LEFT.input_ids[:, -1], at_once)
+    state, logits = prefill(model, LEFT, LEFT.input_ids, at_once)
     assert logits[:, 0].tolist() == [24, 7]
     assert [(np.shape(call["input_ids"]), call["last"]) for call in model.backend.fed] == (
         [((2, 3), 1)] if at_once else [((2, 2), 0), ((2, 1), 1)]

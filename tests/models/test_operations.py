@@ -12,7 +12,7 @@ from smelt.compress.quantize.stage import Quantize
 from smelt.models.checkpoint import load_model
 from smelt.models.operations import count_model_operations
 from tests.support import harness
-from tests.support.models import every_family, images
+from tests.support.models import every_family, images, speech
 from tests.support.schemes import small_settings
 
 
@@ -21,6 +21,8 @@ def _torch_count(folder, size):
     model, _ = load_model(folder)
     if model.main_input_name == "pixel_values":
         inputs = {"pixel_values": torch.zeros(1, 3, *size)}
+    elif model.main_input_name == "input_features":
+        inputs = {"input_features": torch.zeros(1, model.config.num_mel_bins, 2 * speech.STATES)}
     else:
         inputs = {"input_ids": torch.ones(1, size[0], dtype=torch.long)}
     if model.config.is_encoder_decoder:

@@ -99,7 +99,7 @@ class ServiceMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
-        description = "Inputs (texts, pairs, images) that were answered."
+        description = "Inputs (texts, pairs, files) that were answered."
         self.inputs = Counter("smelt_inputs", description, registry=registry)
         self.batch_size = Histogram(
             "smelt_batch_size", "Inputs in a call of the model.", buckets=BATCH_BUCKETS, registry=registry
@@ -242,14 +242,14 @@ class InferenceService:
         """Return the inputs of the model. body: where the request's body is stored."""
         kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
         coding = request.headers.get("content-encoding", "identity")
-        image = kind.startswith("image/") and model.read_image is not None
-        if (kind != "application/json" and not image) or coding != "identity":
-            expected = "application/json or image/*" if model.read_image else "application/json"
+        is_file = kind.startswith(f"{model.media}/") and model.read_file is not None
+        if (kind != "application/json" and not is_file) or coding != "identity":
+            expected = f"application/json or {model.media}/*" if model.read_file else "application/json"
             content_type = kind if coding == "identity" else f"{kind}, Content-Encoding: {coding}"
             raise HTTPException(415, f"send Content-Type: {expected}; got {content_type}")
         await self.read_body(request, body)
-        if model.read_image is not None and image:
-            return [await self.read("the body", model.read_image, bytes(body))]
+        if model.read_file is not None and is_file:
+            return [await self.read("the body", model.read_file, bytes(body))]
         try:
             content = json.loads(body.decode())
         except (ValueError, RecursionError) as error:
@@ -266,9 +266,9 @@ class InferenceService:
         return [await self.read(f"inputs[{i}]", model.read, value) for i, value in enumerate(values)]
 
     async def read(self, name: str, reader: Callable[[Any], Any], value: Any) -> Any:
-        """Return the result of `reader` for an input; images are decoded in threads, `workers` at a time."""
+        """Return the result of `reader` for an input; files are decoded in threads, `workers` at a time."""
         try:
-            if self.model is None or self.model.read_image is None:
+            if self.model is None or self.model.read_file is None:
                 return reader(value)
             return await asyncio.get_running_loop().run_in_executor(self.decoders, reader, value)
         except ValueError as error:

@@ -28,8 +28,9 @@ class PackagedModel:
 
     A service for another runtime has its own infer.py, which needs only a class with `__call__`. It may also
     have `from_json`, which returns its input for one of the `inputs` of a request or raises ValueError (by
-    default an input is a text), `to_json`, which returns JSON answers for its outputs, `pixels`, which
-    returns its input for the bytes of an image file, and `first_input`, the JSON value of the first call.
+    default an input is a text), `to_json`, which returns JSON answers for its outputs, `pixels` or `samples`,
+    which returns its input for the bytes of a file of an image or of audio, and `first_input`, the JSON value
+    of the first call.
     """
 
     def __init__(self, folder: Path, class_name: str, threads: int) -> None:
@@ -42,7 +43,10 @@ class PackagedModel:
         self.model = getattr(module, class_name)(folder, threads=threads)
         self.read: Callable[[Any], Any] = getattr(self.model, "from_json", read_text)
         self.to_json: Callable[[Any], list[Any]] = getattr(self.model, "to_json", list)
-        self.read_image: Callable[[bytes], Any] | None = getattr(self.model, "pixels", None)
+        self.media = "audio" if hasattr(self.model, "samples") else "image"
+        self.read_file: Callable[[bytes], Any] | None = getattr(
+            self.model, {"audio": "samples", "image": "pixels"}[self.media], None
+        )
         self.answer([self.read(getattr(self.model, "first_input", "Warm up."))])
 
     def answer(self, inputs: list[Any]) -> list[Any]:

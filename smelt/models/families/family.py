@@ -85,7 +85,8 @@ class ResidualStream:
 
 Config = Mapping[str, Any]
 Architecture = Literal["encoder", "seq2seq", "decoder"]
-SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder")
+SEQ2SEQ_TASKS = tasks_with(architecture="encoder-decoder", modality="text")
+SPEECH_TASKS = tasks_with(architecture="encoder-decoder", modality="audio")
 DECODER_TASKS = tasks_with(architecture="decoder")
 IMAGE_TEXT_TASKS = tasks_with(architecture="encoder", modality="image-and-text")
 ENCODER_TASKS = tasks_with(architecture="encoder", modality="text")
@@ -442,8 +443,8 @@ class Family:
     shared_config_keys: tuple[str, ...] = ()
     """Config keys of a block's sizes that other parts of the model have too, so that pruned blocks need edits
     (SigLIP's pooling)."""
-    input_kind: Literal["texts", "images", "images-and-texts", "arrays"] = "texts"
-    """Token ids of texts, pixels of images, both in two towers (`towers`), or arrays by name."""
+    input_kind: Literal["texts", "images", "images-and-texts", "audio", "arrays"] = "texts"
+    """Token ids of texts, pixels of images, both (in two `towers`), spectrograms, or arrays by name."""
     towers: tuple[Tower, ...] = ()
     """Its separate models of one input each, whose outputs are compared."""
     embedding_width_key: str | None = None
@@ -542,13 +543,15 @@ class Family:
     @property
     def architecture(self) -> Architecture:
         """What its blocks form, by its tasks."""
-        if self.tasks[0] in SEQ2SEQ_TASKS:
+        if self.tasks[0] in (*SEQ2SEQ_TASKS, *SPEECH_TASKS):
             return "seq2seq"
         return "decoder" if self.tasks[0] in DECODER_TASKS else "encoder"
 
     @property
     def embedding_suffixes(self) -> tuple[str, ...]:
         """Possible suffixes of the token embedding, [vocabulary, width]."""
+        if self.input_kind == "audio":
+            return ("decoder.embed_tokens.weight",)
         if self.architecture == "seq2seq":
             return ("shared.weight", "encoder.embed_tokens.weight")
         tables = [stack.stream.embeddings[0] for stack in self.layouts[""].stacks if stack.stream.embeddings]

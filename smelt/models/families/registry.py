@@ -13,7 +13,7 @@ of this producer, without cost at run time; AWQ uses this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,12 +53,14 @@ from smelt.models.families import (
     t5,
     torch_module,
     vit,
+    whisper,
     xlm_roberta,
 )
 from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
+_AUDIO_MODULES = (whisper,)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, resnet)
 _IMAGE_TEXT_MODULES = (clip, siglip)
@@ -68,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
         *_SEQ2SEQ_MODULES,
+        *_AUDIO_MODULES,
         *_ENCODER_MODULES,
         *_DECODER_MODULES,
         *_IMAGE_MODULES,
@@ -121,6 +124,18 @@ def reads_images_and_texts(config: Config) -> bool:
     """Return whether the model of a config takes images and texts, each in a tower of its own."""
     family = find_family(config)
     return family is not None and family.input_kind == "images-and-texts"
+
+
+def reads_audio(config: Config) -> bool:
+    """Return whether the model of a config takes spectrograms of audio."""
+    family = find_family(config)
+    return family is not None and family.input_kind == "audio"
+
+
+def encoder_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a model's inputs that its encoder reads."""
+    names = ("input_ids", "attention_mask", "input_features")
+    return {name: inputs[name] for name in names if name in inputs}
 
 
 def reads_arrays(config: Config) -> bool:

@@ -60,6 +60,12 @@ class InitOptions:
     serve: bool = False
 
 
+def _export_machine(machine: MachineInfo, model_info: ModelInfo) -> MachineInfo:
+    """Return the machine with the runtimes that models of this kind are exported for."""
+    is_audio = model_info.traits.modality == "audio"
+    return replace(machine, gpu=False, tensorrt=False, openvino=False) if is_audio else machine
+
+
 def inspect_machine() -> MachineInfo:
     """Return CPU cores, GPU and runtimes of this machine, without importing torch, TensorRT or OpenVINO."""
     from importlib.util import find_spec
@@ -271,7 +277,14 @@ def recipe_text(
         quantized_model_steps(model_info, machine, train)
         if model_info.quantization
         else propose_steps(
-            model_info, machine, train, fast, num_rows, selection_metric, "calibration" in splits, serve
+            model_info,
+            _export_machine(machine, model_info),
+            train,
+            fast,
+            num_rows,
+            selection_metric,
+            "calibration" in splits,
+            serve,
         )
     )
     steps = list(candidates)

@@ -168,7 +168,7 @@ def _fast_steps(model_info: ModelInfo, rows: int, selection_metric: str) -> Iter
         )
         settings += f", {_LOGITS_LOSS}, epochs: 6, lr_scheduler_type: cosine{select}"
         comment = "fewer decoder layers, which run once per generated token"
-        enough = rows >= MIN_SHORTLIST_ROWS
+        enough = rows >= MIN_SHORTLIST_ROWS and model_info.traits.modality == "text"
         yield ProposedStep("distill", f"{{{settings}}}", comment, "shallow" if enough else "small", "model")
         if enough:
             yield ProposedStep("shortlist", "{}", "restrict the output tokens for each source", "small")
@@ -404,7 +404,7 @@ def training_time_text(model_info: ModelInfo, data: DataInfo, steps: Iterable[Pr
     if (
         not settings
         or not model_info.parameters
-        or model_info.traits.reads_images
+        or model_info.traits.modality != "text"
         or "train" not in data.splits
     ):
         return None

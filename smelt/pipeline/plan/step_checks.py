@@ -151,7 +151,7 @@ def check_teacher_tokenizers(context: CheckContext) -> Iterator[Finding]:
 
     After trim-vocabulary a teacher may have other tokens; the run compares the kept ones.
     """
-    if "task" in context.invalid_paths or context.recipe.traits.modality != "text":
+    if "task" in context.invalid_paths or not context.recipe.traits.has_tokenizer:
         return
     for draft in context.drafts.values():
         if draft.settings is None or any(

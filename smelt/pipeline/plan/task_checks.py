@@ -278,7 +278,7 @@ def _other_rules(recipe: ParsedRecipe, folder: Path) -> tuple[TextRules, list[st
         InputError: `does-not-fit-task`, or as `prompt_rules` and `_embedder_text_rules`.
     """
     languages = ("prefix", "source_language", "target_language")[recipe.traits.output == "embedding" :]
-    _require_task(recipe, languages, task_names(architecture="encoder-decoder"))
+    _require_task(recipe, languages, task_names(architecture="encoder-decoder", modality="text"))
     if recipe.traits.samples == "prompts":
         return prompt_rules(recipe, folder)
     _require_task(recipe, ("prompt_template",), task_names(samples="prompts"))

@@ -178,9 +178,11 @@ def _overlap_warnings(test: Split, other: Split, name: str, task: Task) -> list[
     length_text = (
         f" of {_MIN_CHARACTERS} characters or more" if task_traits(task).samples == "running-text" else ""
     )
-    match_text, noun = (
-        ("byte for byte", "image") if task_traits(task).reads_images else ("word for word", "text")
-    )
+    match_text, noun = {
+        "image": ("byte for byte", "image"),
+        "image-and-text": ("byte for byte", "image"),
+        "audio": ("byte for byte", "file"),
+    }.get(task_traits(task).modality, ("word for word", "text"))
     text = f"{len(copies):,} of {len(samples):,} test samples{length_text} are also in {name}, {match_text}"
     if len(shared_samples) > len(copies):
         output_name, num_different = (

@@ -393,7 +393,7 @@ def _space_stages(
             settings["student"] = {stack: layer_choices}
         settings |= _losses(info.task) | {"max_steps": updates, "lr_scheduler_type": "cosine"}
         add("distill", settings, f"{updates:,} updates on the outputs of the whole model, with fewer layers")
-    if info.traits.architecture == "encoder-decoder":
+    if info.traits.architecture == "encoder-decoder" and info.traits.modality == "text":
         if measured.rows >= MIN_SHORTLIST_ROWS:
             add("shortlist", {}, "the output layer computes only likely tokens")
         else:

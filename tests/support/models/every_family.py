@@ -20,7 +20,7 @@ from smelt.models.families.registry import FAMILIES
 from smelt.stage import Context
 from smelt.tasks.read_split import read_split
 from tests.support import harness
-from tests.support.models import causal, classifiers, image_text, images, seq2seq, tiny
+from tests.support.models import causal, classifiers, image_text, images, seq2seq, speech, tiny
 from tests.support.pairs.matrix import is_full_matrix
 from tests.support.shared_folders import make_once
 
@@ -112,6 +112,7 @@ MODELS: dict[str, TinyFamily] = {
         "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64, "rotary_pct": 0.5}),
     "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
     "vit": TinyFamily(STACK, images.write_model),
+    "whisper": TinyFamily(ENCODER_DECODER_LAYERS, speech.write_whisper),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
     "clip": TinyFamily(STACK, image_text.write_model),
     "siglip": TinyFamily(STACK, partial(image_text.write_model, family="siglip"), like="clip"),

@@ -24,6 +24,7 @@ from tests.support.models import (
     images,
     masked,
     questions,
+    speech,
     taggers,
     tiny,
 )
@@ -65,7 +66,7 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "text-classification": tiny.write_labeled, images.TASK: images.write_rows,
     "language-modeling": lambda path: causal.write_lines(path, 1),
     "sentence-similarity": embedders.write_rows, masked.TASK: masked.write_lines,
-    taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows,
+    taggers.TASK: taggers.write_rows, questions.TASK: questions.write_rows, speech.TASK: speech.write_rows,
     image_text.TASK: image_text.write_pairs,
 }  # fmt: skip
 
@@ -96,7 +97,7 @@ class Technique:
         if "student" in options and model.is_encoder_decoder:
             # of layers whose parts are removed with equal losses, the first loses its parts
             options["student"] = {"decoder_layers": options["student"]["layers"], "layer_selection": "last"}
-        if model.task == "image-classification":
+        if model.task in ("image-classification", speech.TASK):
             options.pop("losses", None)
         if "student" in options and model.task == image_text.TASK:
             options["student"] = {"text_layers": options["student"]["layers"]}

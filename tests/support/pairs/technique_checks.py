@@ -71,6 +71,9 @@ def outputs_of(model: Any) -> Any:
             return model(torch.rand(2, config.num_channels, 16, 16, generator=draw)).logits
         ids = torch.randint(5, 18, (2, 9), generator=draw)
         decoder_inputs = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
+        if hasattr(config, "num_mel_bins"):
+            frames = torch.rand(2, config.num_mel_bins, 2 * config.max_source_positions, generator=draw)
+            return model(frames, **decoder_inputs).logits
         outputs = model(ids, **decoder_inputs)
     return head_output(outputs)
 

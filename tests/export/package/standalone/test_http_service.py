@@ -20,7 +20,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Model:
-    cut, read_image = 0, None
+    cut, read_file, media = 0, None, "image"
 
     def read(self, value):
         return value

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from smelt.calibration.prefix_cache import PrefixCachedModel
+from smelt.calibration.run_blocks import run_blocks
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples, model_outputs
-from smelt.calibration.sequential import forward_restorer, run_blocks
+from smelt.calibration.sequential import forward_restorer
 from smelt.compress.drop_layers.settings import DropLayersSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError

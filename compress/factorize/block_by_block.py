@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from smelt.calibration.run_blocks import run_blocks, visit_blocks
 from smelt.calibration.samples import load_calibration_samples
-from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
+from smelt.calibration.sequential import RunningBlock
 from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.factorize.ranks import choose_layer_rank
 from smelt.compress.factorize.settings import FactorizeSettings

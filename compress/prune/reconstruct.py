@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from smelt.calibration.run_blocks import run_blocks, visit_blocks
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.calibration.sequential import RunningBlock, run_blocks, visit_blocks
+from smelt.calibration.sequential import RunningBlock
 from smelt.calibration.statistics import InputStatistics, warn_of_few_tokens
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.units import (

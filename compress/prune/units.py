@@ -23,8 +23,9 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.config_keys import set_config_value
-from smelt.models.families.family import Attention, FeedForward, RelativeBias
+from smelt.models.families.family import Attention, FeedForward
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of, model_attentions
+from smelt.models.families.relative_bias import RelativeBias
 from smelt.models.hidden_width import hidden_width
 from smelt.models.layers import LowRankConv, LowRankLinear, SharedLinear, conv_end_names
 

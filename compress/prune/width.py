@@ -33,8 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
+from smelt.calibration.run_blocks import run_blocks
 from smelt.calibration.samples import CalibrationSamples, observe_inputs
-from smelt.calibration.sequential import RunningBlock, run_blocks
+from smelt.calibration.sequential import RunningBlock
 from smelt.compress.prune.importances.registry import IMPORTANCES
 from smelt.compress.prune.importances.scores import ScoredModel
 from smelt.compress.prune.reconstruct import RECONSTRUCTION_DAMPING, bias_owner, load_reconstruction_samples

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smelt.calibration.run_blocks import run_parts, visit_blocks
 from smelt.calibration.samples import CalibrationSamples, load_calibration_samples
-from smelt.calibration.sequential import ModelPart, RunningBlock, run_parts, visit_blocks
+from smelt.calibration.sequential import ModelPart, RunningBlock
 from smelt.compress.quantize.aqlm import Aqlm
 from smelt.compress.quantize.autoround import AutoRound
 from smelt.compress.quantize.awq import AwqRunner, mse_grid, percentile_grid

@@ -208,8 +208,8 @@ def _sparsify_blocks(
     """Sparsify the blocks of `model`, or the layers of a user's module, in place; report to `ctx`."""
     import torch
 
+    from smelt.calibration.run_blocks import run_blocks, visit_blocks
     from smelt.calibration.samples import ModelInputs
-    from smelt.calibration.sequential import run_blocks, visit_blocks
     from smelt.compress.sparsify.sparsifier import Sparsifier, linear_layers
     from smelt.models.user_module import inner_linear_layers
 

@@ -1,4 +1,4 @@
-"""The model that `smelt.load(folder)` returns, and the checks of the arguments of Python calls.
+"""The model that `smelt.load(folder)` returns.
 
 The model counts its active calls and the texts that were truncated.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from smelt.api.arguments import as_count, as_images, as_list, as_paths, as_text, as_texts, as_texts_or_pairs
 from smelt.core.artifact import read_artifact
 from smelt.core.errors import InputError, SettingError, TruncationWarning, did_you_mean, rust_panics_as_errors
-from smelt.core.messages import find_lone_surrogate
 from smelt.data.splits import Example
 from smelt.data.tasks import task_traits
 from smelt.models.families.registry import find_family
@@ -30,138 +30,6 @@ if TYPE_CHECKING:
 
     from smelt.runtimes.fill_mask import MaskPredictions
     from smelt.runtimes.tag_words import Entity
-
-
-_MAX_SHOWN = 60
-
-
-def as_texts(value: Any) -> list[str]:
-    """Return `value` as a list of strings.
-
-    Raises:
-        InputError: it is not an iterable of strings.
-    """
-    return [_as_text(item, f"texts[{index}]") for index, item in enumerate(_as_list(value))]
-
-
-def as_texts_or_pairs(value: Any) -> list[str | tuple[str, str]]:
-    """Return `value` as a list of strings, or of pairs of strings as tuples.
-
-    Raises:
-        InputError: it is not an iterable of strings or pairs.
-    """
-    converted: list[str | tuple[str, str]] = []
-    for index, item in enumerate(_as_list(value)):
-        name = f"texts[{index}]"
-        if isinstance(item, tuple):
-            if len(item) != 2:
-                raise InputError(
-                    f"{name}: expected a text or a pair of texts, got {_shown_value(item)}.",
-                    code="not-a-pair",
-                    setting=name,
-                )
-            converted.append((_as_text(item[0], f"{name}[0]"), _as_text(item[1], f"{name}[1]")))
-        else:
-            converted.append(_as_text(item, name, " A pair of texts is a tuple: (FIRST, SECOND)."))
-    return converted
-
-
-def as_paths(value: Any) -> list[str]:
-    """Return `value` as a list of absolute paths.
-
-    Raises:
-        InputError: it is not an iterable of paths.
-    """
-    if isinstance(value, str | PathLike | bytes | Mapping | Set) or not isinstance(value, Iterable):
-        raise InputError(f"expected a list of paths, got {_shown_value(value)}.", code="not-a-list")
-    paths: list[str] = []
-    for index, item in enumerate(value):
-        if not isinstance(item, str | PathLike) or isinstance(item, bytes):
-            raise InputError(
-                f"audio[{index}]: expected the path of a file, got {_shown_value(item)}.", code="not-a-file"
-            )
-        paths.append(str(Path(item).expanduser().absolute()))
-    return paths
-
-
-def as_images(value: Any) -> list[Any]:
-    """Return `value` as a list of images: absolute paths as strings, Pillow images unchanged.
-
-    Raises:
-        InputError: it is not an iterable of paths or Pillow images.
-    """
-    from PIL.Image import Image
-
-    if isinstance(value, str | PathLike | Image):
-        raise InputError("expected a list of images, got one. Put it in a list: [IMAGE].", code="not-a-list")
-    if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
-        raise InputError(f"expected a list of images, got {_shown_value(value)}.", code="not-a-list")
-    converted: list[Any] = []
-    for index, item in enumerate(value):
-        if isinstance(item, Image):
-            converted.append(item)
-        elif isinstance(item, str | PathLike) and not isinstance(item, bytes):
-            converted.append(str(Path(item).expanduser().absolute()))
-        else:
-            raise InputError(
-                f"images[{index}]: expected the path of an image file or a Pillow image, got"
-                f" {_shown_value(item)}. Convert an array with PIL.Image.fromarray(ARRAY).",
-                code="not-an-image",
-                setting=f"images[{index}]",
-            )
-    return converted
-
-
-def as_count(value: Any, name: str) -> int:
-    """Return `value` as an integer of at least 1.
-
-    Raises:
-        InputError: it is not such a number.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (number := value.__index__()) < 1:
-        raise InputError(
-            f"{name}: expected an integer of at least 1, got {_shown_value(value)}.",
-            code="wrong-value",
-            setting=name,
-        )
-    return int(number)
-
-
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        raise InputError(
-            "expected a list of texts, got one text. Put it in a list: [TEXT].", code="not-a-list"
-        )
-    if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
-        raise InputError(f"expected a list of texts, got {_shown_value(value)}.", code="not-a-list")
-    return list(value)
-
-
-def _as_text(item: Any, name: str, more: str = "") -> str:
-    if isinstance(item, bytes | bytearray):
-        raise InputError(
-            f"{name}: expected a text, got {_shown_value(item)}. Decode it first: .decode('utf-8').",
-            code="not-a-text",
-            setting=name,
-        )
-    if not isinstance(item, str):
-        pair = not more and isinstance(item, tuple)
-        more = more or " Pairs of texts are for predict." * pair
-        code = "pairs-not-taken" if pair else "not-a-text"
-        raise InputError(f"{name}: expected a text, got {_shown_value(item)}.{more}", code=code, setting=name)
-    if (half := find_lone_surrogate(item)) is not None:
-        raise InputError(
-            f"{name}: contains {half!r}, a lone surrogate, which is not a valid character. Remove it.",
-            code="lone-surrogate",
-            setting=name,
-        )
-    return str(item)  # numpy has its own string type
-
-
-def _shown_value(value: Any) -> str:
-    text = repr(value)
-    text = text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-    return text if value is None else f"{text} ({type(value).__name__})"
 
 
 class TruncationCounter:
@@ -445,7 +313,7 @@ class Model:
 
         with self._calls:
             self._require_method("tag")
-            inputs = [_word_example(item, index) for index, item in enumerate(_as_list(texts))]
+            inputs = [_word_example(item, index) for index, item in enumerate(as_list(texts))]
             size, truncations = as_count(batch_size, "batch_size"), TruncationCounter()
             if not inputs:
                 return []
@@ -592,8 +460,8 @@ def _example(text: TextOrPair) -> Example:
 def _word_example(item: Any, index: int) -> Example:
     """Return the sample of a text, or of a list of its words."""
     if not isinstance(item, list | tuple):
-        return Example(_as_text(item, f"texts[{index}]", " The words of a text are a list."))
-    words = tuple(_as_text(text, f"texts[{index}][{number}]") for number, text in enumerate(item))
+        return Example(as_text(item, f"texts[{index}]", " The words of a text are a list."))
+    words = tuple(as_text(text, f"texts[{index}][{number}]") for number, text in enumerate(item))
     if any(not text.strip() for text in words):
         raise InputError(
             f"texts[{index}]: a word is empty. Remove it.", code="empty-word", setting=f"texts[{index}]"

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smelt.api.load import TruncationCounter, as_count, parse_generation
+from smelt.api.arguments import as_count
+from smelt.api.load import TruncationCounter, parse_generation
 from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import default_threads, read_artifact
 from smelt.core.errors import InputError, did_you_mean, truncation_text

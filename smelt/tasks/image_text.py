@@ -37,7 +37,7 @@ class ImageText(TaskSpec):
     service_input = '{"image": "BASE64 OF A FILE", "text": ["a photo of a cat", "a photo of a dog"]}'
     call = "image file and texts to probabilities"
     call_includes = "reading, decoding and resizing files, and tokenizing, are"
-    sample_noun = "images"
+    sample_noun = "image"
     rate_unit = "images/s"
     preprocessing = "decoding"
     postprocessing = "probabilities"

@@ -30,7 +30,7 @@ class SpeechRecognition(TextToText):
     command_input = "SPEECH.wav"
     call = "audio file to text"
     call_includes = "reading files, spectrograms and detokenizing are"
-    sample_noun = "files of audio"
+    sample_noun = "audio file"
     rate_unit = "files/s"
     preprocessing = "spectrograms"
     preprocessing_libraries = ("soundfile",)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from smelt.api.load import as_count, as_texts, as_texts_or_pairs
+from smelt.api.arguments import as_count, as_texts, as_texts_or_pairs
 from smelt.core.errors import InputError
 from tests.support.expected_errors import raises_code
 

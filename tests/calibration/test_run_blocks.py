@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from smelt.calibration.run_blocks import run_blocks
 from smelt.calibration.samples import CalibrationSamples
-from smelt.calibration.sequential import run_blocks
 from smelt.compress.share_weights import ShareWeightsSettings, share_layers
 from smelt.core.errors import InputError
 from smelt.models.checkpoint import load_model

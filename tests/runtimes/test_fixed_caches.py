@@ -11,7 +11,8 @@ import torch
 from smelt.core.errors import MissingDependencyError
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
-from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.generation.config import GenerationSettings
 from smelt.generation.prompt_batches import pad_left
 from smelt.generation.search import generate

@@ -7,8 +7,7 @@ those in an `Attention` and a `FeedForward` are relative to their block, those o
 
 `Attention` and `FeedForward` describe the linear layers of a block. A `ResidualStream` describes the hidden
 states of a stack, from the embeddings to the output layer: every block adds to the same states, so that one
-of their channels affects all modules that read or write them. `RelativeBias` is the interface of a relative
-position bias; a family with one provides an implementation.
+of their channels affects all modules that read or write them.
 """
 
 from __future__ import annotations
@@ -18,41 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from smelt.data.tasks import Task, tasks_with
 from smelt.models.families.config_keys import config_value
-
-
-class RelativeBias(Protocol):
-    """A bias per head and distance that is added to attention scores.
-
-    A stack has one table for all of its blocks, so all have the same heads, until each gets its own table.
-    """
-
-    def move_table(self, old: Any, new: Any) -> None:
-        """Move the table of the block `old` to `new`, which becomes the first of its stack."""
-
-    def make_independent(self, attention: Any, heads: int, name: str) -> None:
-        """Make the attention `name`, with `heads` heads, compute its own bias, not initialized."""
-
-    def make_all_independent(self, model: Any, edits: list[dict[str, Any]]) -> None:
-        """Give every attention of `model` its own bias, once; append the edits."""
-
-    def prune_bias_heads(self, model: Any, edits: list[dict[str, Any]], name: str, stay: Any) -> None:
-        """Keep the heads `stay` (int64 tensor, rising) of the own bias of the attention `name`."""
-
-    def parameters_per_head(self, attention: Any, name: str) -> int:
-        """Return the number of bias values per head of the attention `name` with its own bias."""
-
-    def count_bias_parameters(self, model: Any) -> int:
-        """Return the number of values in the biases of `model`, each once."""
-
-    def bias_by_distance(self, attention: Any) -> tuple[Any, int] | None:
-        """Return the bias by distance, float32 [H, 2 f + 1], and f, the largest distance with its own value.
-
-        None if the attention has no table: it gets its bias as an input.
-        """
+from smelt.models.families.relative_bias import RelativeBias
 
 
 @dataclass(frozen=True)

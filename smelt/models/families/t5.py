@@ -14,10 +14,10 @@ from smelt.models.families.family import (
     LayoutVariant,
     PositionEncoding,
     PublishedLearningRate,
-    RelativeBias,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.relative_bias import RelativeBias
 
 
 def ties_output(config: Config) -> bool:

@@ -10,7 +10,7 @@ from smelt.compress.prune.stage import Prune, PruneSettings
 from smelt.data.splits import Columns, Example, Split
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
-from smelt.export.tensorrt.stage import profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
 from smelt.runtimes.predict_texts import class_logits
 from smelt.runtimes.registry import open_folder, open_runner
 from smelt.tasks.read_split import read_split

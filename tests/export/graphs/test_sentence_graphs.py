@@ -13,7 +13,8 @@ from smelt.data.splits import Columns
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
 from smelt.export.tensorrt.preflight import load_graph, preflight
-from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtimes.predict_texts import embed_texts
 from smelt.runtimes.registry import open_folder
 from smelt.tasks.read_split import read_split

@@ -16,7 +16,8 @@ from smelt.export.graphs.attention import attention_modules, pack_projections
 from smelt.export.graphs.export_graph import Seq2SeqEncoder
 from smelt.export.onnx_stage import Onnx
 from smelt.export.settings import OnnxSettings, TensorrtSettings
-from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.generation.config import GenerationSettings
 from smelt.generation.search import generate
 from smelt.models.checkpoint import load_model, load_tokenizer, write_text_rules

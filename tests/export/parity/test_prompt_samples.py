@@ -6,7 +6,7 @@ import pytest
 from smelt.data.splits import Columns
 from smelt.export.parity.parity_samples import parity_samples
 from smelt.export.settings import TensorrtSettings
-from smelt.export.tensorrt.stage import profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
 from smelt.generation.config import GenerationSettings
 from smelt.models.checkpoint import load_tokenizer, write_text_rules
 from smelt.models.text_rules import TextRules

@@ -8,7 +8,7 @@ from smelt.data.splits import Columns
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange, causal_ranges, profile_shapes
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.stage import max_output_tokens, profile_ranges
+from smelt.export.tensorrt.profiles import max_output_tokens, profile_ranges
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.models import causal

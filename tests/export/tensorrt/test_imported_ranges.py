@@ -16,7 +16,8 @@ from smelt.export.onnx_models.simplify import Simplify, SimplifySettings
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt.build_engine import SizeRange
 from smelt.export.tensorrt.preflight import check_profile
-from smelt.export.tensorrt.stage import imported_ranges, imported_shapes, plan_graphs
+from smelt.export.tensorrt.profiles import imported_ranges, imported_shapes
+from smelt.export.tensorrt.stage import plan_graphs
 from smelt.runtimes.onnx_import.graph_files import graph_signature
 from smelt.runtimes.onnx_import.signature import write_signature
 from tests.support import harness

@@ -16,7 +16,8 @@ from smelt.data.splits import Example, Split
 from smelt.export.settings import TensorrtSettings
 from smelt.export.tensorrt import stage as module
 from smelt.export.tensorrt.build_engine import BuildOptions, BuiltEngine, ProfileShapes, SizeRange
-from smelt.export.tensorrt.stage import TensorrtStage, profile_ranges
+from smelt.export.tensorrt.profiles import profile_ranges
+from smelt.export.tensorrt.stage import TensorrtStage
 from smelt.runtimes import tensorrt_engine
 from smelt.runtimes.tensorrt_engine import EngineSidecar, graph_hash, read_sidecar
 from smelt.stage import Context

@@ -46,7 +46,8 @@ def copy_graphs(family: str, out: Path, half: bool = False) -> Path:
 def graphs_with_shapes(family: str, folder: Path, **more: Any) -> dict[Path, Any]:
     """Return the graphs that passed the preflight, with the shapes to build each for; more: settings."""
     from smelt.export.settings import TensorrtSettings
-    from smelt.export.tensorrt.stage import plan_graphs, profile_ranges
+    from smelt.export.tensorrt.profiles import profile_ranges
+    from smelt.export.tensorrt.stage import plan_graphs
 
     ctx = make_context(folder, graph_exports.FAMILIES[family][1])
     settings = TensorrtSettings.model_validate({"max_batch_size": 4, "max_new_tokens": 12} | more)

@@ -110,6 +110,11 @@ def as_count(value: Any, name: str) -> int:
 
 
 def as_list(value: Any) -> list[Any]:
+    """Return the items of `value`.
+
+    Raises:
+        InputError: it is a string, or not an iterable.
+    """
     if isinstance(value, str):
         raise InputError(
             "expected a list of texts, got one text. Put it in a list: [TEXT].", code="not-a-list"
@@ -120,6 +125,11 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_text(item: Any, name: str, more: str = "") -> str:
+    """Return `item`, a string that UTF-8 can encode. name: of the argument. more: appended to the message.
+
+    Raises:
+        InputError: it is none.
+    """
     if isinstance(item, bytes | bytearray):
         raise InputError(
             f"{name}: expected a text, got {_shown_value(item)}. Decode it first: .decode('utf-8').",

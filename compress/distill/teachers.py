@@ -264,7 +264,7 @@ def align_vocabularies(
 
     The report gets the number of common tokens if a teacher has more.
     """
-    if not ctx.traits.has_tokenizer:
+    if not ctx.traits.has_tokenizer or ctx.traits.reads_images:  # with texts: of one vocabulary
         return [None] * len(teachers)
     token_maps = [
         map_teacher_tokens(teacher.model, teacher.folder, student, student_folder) for teacher in teachers

@@ -14,7 +14,7 @@ from smelt.pipeline.recipe.stages import load_stage
 from smelt.quantization.scheme import Scheme
 from smelt.quantization.schemes.registry import SCHEMES
 from smelt.stage import QuantizedInput, Settings
-from tests.support.models import every_family
+from tests.support.models import every_family, image_text
 from tests.support.pairs.paired_techniques import MODELS, TECHNIQUES, Technique, TinyModel
 
 PairCase = tuple[str, str, str]
@@ -30,8 +30,8 @@ def is_applicable(model: TinyModel, technique: Technique) -> bool:
         return False
     masks = technique.settings.get("learned_masks", {})
     targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
-    if model.task == "sentence-similarity" and "width" in targets:
-        return False  # its vectors are what the width is of
+    if model.task in ("sentence-similarity", image_text.TASK) and "width" in targets:
+        return False  # its vectors are what the width is of, or its towers have two widths
     return not stage.check_model(settings, {"model_type": model.kind})[0]
 
 

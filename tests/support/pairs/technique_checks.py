@@ -62,6 +62,8 @@ def outputs_of(model: Any) -> Any:
     """Return what a model of any kind makes of two fixed inputs; tokens beyond its vocabulary never come."""
     import torch
 
+    from smelt.models.families.registry import reads_images_and_texts
+    from smelt.models.image_text_model import image_embeds, text_embeds
     from smelt.models.sentence_model import head_output
 
     draw = torch.Generator().manual_seed(0)
@@ -69,6 +71,13 @@ def outputs_of(model: Any) -> Any:
     with torch.no_grad():
         if hasattr(config, "num_channels"):
             return model(torch.rand(2, config.num_channels, 16, 16, generator=draw)).logits
+        if reads_images_and_texts(config.to_dict()):
+            size = config.vision_config.image_size
+            images, ids = (
+                torch.rand(2, 3, size, size, generator=draw),
+                torch.randint(4, 14, (2, 12), generator=draw),
+            )
+            return torch.cat([image_embeds(model, images), text_embeds(model, ids)])
         ids = torch.randint(5, 18, (2, 9), generator=draw)
         decoder_inputs = {"decoder_input_ids": ids[:, :5]} if config.is_encoder_decoder else {}
         if hasattr(config, "num_mel_bins"):

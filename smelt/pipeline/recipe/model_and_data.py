@@ -27,7 +27,7 @@ from smelt.data.labels import (
     label_as_int,
     split_labels,
 )
-from smelt.data.splits import Columns, Example, Split, Windows
+from smelt.data.splits import Columns, Example, Split, SplitName, Windows
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.metric import MetricSettingValues
 from smelt.evaluate.metrics.registry import (
@@ -176,6 +176,19 @@ class DataSettings(Settings):
     test: NonEmptyText | None = Field(default=None, description="samples for scoring; no stage reads them")
     split: SplitFractions = Field(
         default=SplitFractions(), description="fractions of train to use as other splits"
+    )
+    streaming: bool = Field(
+        default=False, description="read data sets of the hub row by row, without a download of all rows"
+    )
+    max_samples: dict[SplitName, Annotated[int, Field(ge=1, strict=True)]] = Field(
+        default_factory=dict,
+        description="samples by split, drawn with `seed`; the others are not kept in memory; default: all",
+    )
+    buffer_size: int = Field(
+        default=1000,
+        ge=1,
+        description="rows in memory among which the next of `max_samples` is drawn, as of `shuffle` of"
+        " `datasets`",
     )
     columns: Columns = Field(default=Columns(), description="names of the columns")
     windows: Windows = Field(default=Windows(), description="language models: how text is split into windows")

@@ -113,15 +113,15 @@ def parse_label(value: Any, location: str, column: str) -> Label:
     """
     if isinstance(value, list | tuple):
         items = [integral_as_int(item) for item in value]
-        if all(_is_class(item) for item in items):
+        if all(_is_class(item) for item in items) or (items and all(map(_is_finite_number, items))):
             return tuple(items)
     value = integral_as_int(value)
-    if _is_class(value) or (isinstance(value, float) and math.isfinite(value)):
+    if _is_class(value) or _is_finite_number(value):
         label: Label = value
         return label
     raise InputError(
         f"{location}: column '{column}' must be an integer or a name, a list of these (several labels),"
-        " or a number (regression), got"
+        " a number, or a list of numbers (regression), got"
         f" {repr(value)[:80]}{_BOOLEAN_HINT if isinstance(value, bool) else ''}",
         code="wrong-column-type",
     )
@@ -134,6 +134,11 @@ def integral_as_int(value: Any) -> Any:
 
 def _is_class(value: Any) -> bool:
     return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: Any) -> bool:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer or (isinstance(value, float) and math.isfinite(value))
 
 
 def text_of_column(row: Mapping[str, Any], column: str, location: str, setting: str) -> str:

@@ -59,11 +59,18 @@ class ClassPrediction:
     """A classifier's prediction for one text.
 
     label: the class with the highest probability; of a multi-label model the classes above one half; of a
-    regression model the number. probabilities: by class, 0 to 1; empty for regression.
+    regression model the number, or the tuple of its numbers. probabilities: by class, 0 to 1; empty for
+    regression.
     """
 
-    label: str | tuple[str, ...] | float
+    label: str | tuple[str, ...] | float | tuple[float, ...]
     probabilities: Mapping[str, float]
+
+
+def number_or_numbers(outputs: NDArray[np.float32]) -> float | tuple[float, ...]:
+    """Return the outputs of a regression model, [C], as a number, or a tuple if there are several."""
+    numbers = tuple(map(float, outputs))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, Any]) -> list[ClassPrediction]:
@@ -75,7 +82,7 @@ def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, An
     check_finite_outputs(logits)
     problem = problem_type(config)
     if problem == REGRESSION:
-        return [ClassPrediction(float(row[0]), {}) for row in logits]
+        return [ClassPrediction(number_or_numbers(row), {}) for row in logits]
     names = class_names(config)
     values = logits.astype(np.float64)
     if problem == MULTI_LABEL:

@@ -54,10 +54,12 @@ def prediction_text(prediction: ClassPrediction) -> str:
     """Return the output line of `smelt predict` for a prediction.
 
     Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
-    tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the number.
+    tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the
+    number, or the numbers joined by `|`.
     """
-    if isinstance(prediction.label, float):
-        return f"{prediction.label:.4f}"
+    numbers = (prediction.label,) if isinstance(prediction.label, float) else prediction.label
+    if not prediction.probabilities:
+        return LABEL_SEPARATOR.join(f"{number:.4f}" for number in numbers)
     names = [prediction.label] if isinstance(prediction.label, str) else list(prediction.label)
     if not names:
         return "-\t-"

@@ -11,7 +11,7 @@ def predict_class(logits: Any, labels: list[str], problem: str) -> tuple[Any, An
     """Return label and probabilities, a dict by label, of one input's logits, [C]."""
     values = logits.astype(np.float64)
     if problem == "regression":
-        return float(values[0]), {}
+        return (float(values[0]) if len(values) == 1 else tuple(values.tolist())), {}
     if problem == "multi_label_classification":
         probabilities = dict(zip(labels, (1 / (1 + np.exp(-values))).tolist(), strict=True))
         return tuple(name for name, probability in probabilities.items() if probability > 0.5), probabilities
@@ -31,10 +31,11 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 def prediction_line(label: Any, chances: dict[str, float]) -> str:
     """Return an answer as a line: label, tab, probability; for a regression model only the number.
 
-    Several labels are joined by `|`, as their probabilities; without a label both are `-`.
+    Several labels are joined by `|`, as their probabilities, and several numbers; without a label
+    both are `-`.
     """
-    if isinstance(label, float):
-        return f"{label:.4f}"
+    if not chances:
+        return "|".join(f"{number:.4f}" for number in ((label,) if isinstance(label, float) else label))
     names = [label] if isinstance(label, str) else list(label)
     if not names:
         return "-\t-"

@@ -24,7 +24,7 @@ class Classifier:
     """Classifier(folder)(texts) -> (label, probabilities) of each text or pair, a tuple of two texts.
 
     The label is a name; for a multi-label model, the tuple of labels with a probability above 0.5; for a
-    regression model, the number. Thread-safe; `threads` is per call.
+    regression model, the number, or the tuple of its numbers. Thread-safe; `threads` is per call.
     """
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:

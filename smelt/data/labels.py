@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from smelt.core.errors import InputError, did_you_mean
@@ -184,7 +184,7 @@ def split_labels(label: Label | None) -> list[Label]:
     return [] if label is None else [label]
 
 
-def _are_decimals(labels: set[Label | None]) -> bool:
+def _are_decimals(labels: Collection[Label | None]) -> bool:
     """Return whether all labels are numbers and one is not an integer; CSV has numbers as text."""
     all_integers = all(label_as_int(v) is not None for v in labels)
     return not all_integers and all(label_as_float(v) is not None for v in labels)

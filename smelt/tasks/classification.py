@@ -57,10 +57,11 @@ def prediction_text(prediction: ClassPrediction) -> str:
     tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the
     number, or the numbers joined by `|`.
     """
-    numbers = (prediction.label,) if isinstance(prediction.label, float) else prediction.label
+    label: Any = prediction.label
+    items = list(label) if isinstance(label, tuple) else [label]
     if not prediction.probabilities:
-        return LABEL_SEPARATOR.join(f"{number:.4f}" for number in numbers)
-    names = [prediction.label] if isinstance(prediction.label, str) else list(prediction.label)
+        return LABEL_SEPARATOR.join(f"{number:.4f}" for number in items)
+    names: list[str] = items
     if not names:
         return "-\t-"
     chances = (f"{prediction.probabilities[name]:.3f}" for name in names)

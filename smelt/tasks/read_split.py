@@ -17,7 +17,7 @@ from typing import Any
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.data.dataset_rows import folder_splits
-from smelt.data.examples import MissingColumnError, missing_columns_error
+from smelt.data.examples import MissingColumnError, missing_columns_error, row_name
 from smelt.data.images import read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_samples
@@ -170,8 +170,8 @@ def _incomplete_row_error(
         return None
     missing_names = ", ".join(f"'{name}'" for name in missing)
     return MissingColumnError(
-        f"{location}: this row lacks {missing_names}, which other rows of the file have. Complete or remove"
-        " the row.",
+        f"{row_name(row, location)}: this row lacks {missing_names}, which other rows of the file have."
+        " Complete or remove the row.",
         code="partly-missing-column",
     )
 

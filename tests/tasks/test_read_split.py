@@ -99,7 +99,9 @@ def test_second_text_is_optional_unless_its_column_is_named(tmp_path):
     assert all(part in str(excinfo.value) for part in ("a.csv:2:", "'text_pare'", "'text_pair'"))
 
 
-@pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
+@pytest.mark.parametrize("label", [
+    "null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[NaN]", '["a", 0.5]',
+])  # fmt: skip
 def test_invalid_label_is_rejected(tmp_path, label):
     path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
     with raises_code("wrong-column-type", InputError) as excinfo:

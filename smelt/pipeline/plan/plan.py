@@ -18,7 +18,6 @@ from smelt.core.errors import InputError, MissingDependencyError, combined_error
 from smelt.core.files import path_exists, resolve_path
 from smelt.core.messages import Message, error_message
 from smelt.data.labels import ProblemType, require_all_or_none
-from smelt.data.read_rows import RowDraw
 from smelt.data.split_division import divide_split, limit_split
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.registry import (
@@ -47,8 +46,7 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     """
     data = recipe.data
     origin, calibrates = data.split_files()[name], name == "calibration"
-    max_samples = data.max_samples.get(name)
-    draw = RowDraw(max_samples, data.buffer_size, recipe.seed) if max_samples else None
+    draw = data.row_draw(name, recipe.seed)
     if name == UNLABELED or (calibrates and is_plain_text(origin, recipe.task)):
         return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base, draw, data.streaming)}
     unlabeled = calibrates and recipe.traits.classifies

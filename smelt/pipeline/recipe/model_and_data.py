@@ -27,6 +27,7 @@ from smelt.data.labels import (
     label_as_int,
     split_labels,
 )
+from smelt.data.read_rows import RowDraw
 from smelt.data.splits import Columns, Example, Split, SplitName, Windows
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.metric import MetricSettingValues
@@ -208,6 +209,11 @@ class DataSettings(Settings):
         default_factory=dict,
         description="ONNX models: batch axis of each input or output; null: none",
     )
+
+    def row_draw(self, split: str, seed: int) -> RowDraw | None:
+        """Return how samples of a split are drawn; None if all are read."""
+        counts = (count for name, count in self.max_samples.items() if name == split)
+        return next((RowDraw(count, self.buffer_size, seed) for count in counts), None)
 
     def split_sources(self) -> dict[str, str]:
         """Return the source of each split by name; splits taken from `train` have the source of `train`."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.files import json_hash
+from smelt.data.label_thresholds import predicted_labels
 from smelt.data.labels import (
     MULTI_LABEL,
     REGRESSION,
@@ -233,7 +234,7 @@ def score_classifier(
             }
         return scores, [_number_or_list(row) for row in logits.tolist()]
     if problem == MULTI_LABEL:
-        predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in predicted_labels(logits, config)]
         if metrics:
             gold = multi_label_targets(split.examples, names, split.origin)
             scores |= score_label_sets(metrics, predicted_sets, gold, len(names), logits)
@@ -304,7 +305,7 @@ def class_counts(
     check_finite_outputs(logits)
     if problem == MULTI_LABEL:
         gold_matrix = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
-        predicted_matrix = (logits > 0).astype(np.int64)
+        predicted_matrix = predicted_labels(logits, config).astype(np.int64)
         return class_scores(
             (predicted_matrix & gold_matrix).sum(axis=0),
             predicted_matrix.sum(axis=0),

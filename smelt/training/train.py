@@ -141,6 +141,10 @@ def train(
         _warn_of_rounding(rounding, ctx)
     for technique in begun:
         technique.finalize(ctx)
+    if settings.label_thresholds is not None:
+        from smelt.training.thresholds import set_label_thresholds
+
+        set_label_thresholds(model, settings, ctx, partial(encode, name="validation"))
 
 
 def starts_random(src: Artifact, ctx: Context) -> bool:

@@ -31,7 +31,7 @@ def set_label_thresholds(
 
     Args:
         model: on the CPU, in eval mode.
-        settings: `label_thresholds` is set.
+        settings: nothing is done without `label_thresholds`.
         ctx: its data, for thresholds that are chosen; receives the detail `label_thresholds`.
         encode: returns the samples of a split.
 
@@ -39,8 +39,10 @@ def set_label_thresholds(
         InputError: the model is no multi-label classifier, there are no validation samples to choose by, or
             a threshold is of no label.
     """
-    names = class_names({"id2label": model.config.id2label})
     value = settings.label_thresholds
+    if value is None:
+        return
+    names = class_names({"id2label": model.config.id2label})
     if model_problem_type(model.config) != MULTI_LABEL:
         raise InputError(
             f"{CONFIG_KEY}: only labels of {MULTI_LABEL} have thresholds. Remove it.",

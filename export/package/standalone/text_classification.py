@@ -23,8 +23,9 @@ from smelt.export.package.standalone.session import open_graph, run_command_line
 class Classifier:
     """Classifier(folder)(texts) -> (label, probabilities) of each text or pair, a tuple of two texts.
 
-    The label is a name; for a multi-label model, the tuple of labels with a probability above their threshold;
-    for a regression model, the number, or the tuple of its numbers. Thread-safe; `threads` is per call.
+    The label is a name; for a multi-label model, the tuple of labels with a probability above their
+    threshold; for a regression model, the number, or the tuple of its numbers. Thread-safe;
+    `threads` is per call.
     """
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:

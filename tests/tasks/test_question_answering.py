@@ -288,8 +288,8 @@ def test_question_of_squad_file_without_column_is_named_by_its_id(lacks, code, t
     with raises_code(code) as caught:
         read_split("squad.json", TASK.name, Columns(), tmp_path)
     assert "'q7'" in str(caught.value)
-    whole = {"id": "q6", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
-    articles[0]["paragraphs"][0]["qas"].insert(0, whole)
+    complete_qa = {"id": "q6", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+    articles[0]["paragraphs"][0]["qas"].insert(0, complete_qa)
     (tmp_path / "squad.json").write_text(json.dumps({"data": articles}, indent=1))
     with raises_code("partly-missing-column") as caught:
         read_split("squad.json", TASK.name, Columns(), tmp_path)

@@ -22,7 +22,8 @@ from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.data.labels import REGRESSION, SINGLE_LABEL, class_names, problem_type
+from smelt.data.label_thresholds import complete_thresholds
+from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, class_names, problem_type
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
 from smelt.models.families.registry import find_family, no_blocks_reason
@@ -144,6 +145,8 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
     if settings.sampling == "balanced" and (problem := problem_type(config)) != SINGLE_LABEL:
         text = f"samples with one class each can be drawn by class, but the model's are {problem}; remove it."
         return [error_message("does-not-fit-model", text, setting="sampling")]
+    if settings.label_thresholds is not None and (message := _threshold_error(settings, config)):
+        return [message]
     reason = no_blocks_reason(config)
     techniques = [
         technique
@@ -159,6 +162,20 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
         ]
     masks = settings.learned_masks
     return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
+
+
+def _threshold_error(settings: TechniqueTrainingSettings, config: Mapping[str, Any]) -> Message | None:
+    """Return the error of thresholds that a model cannot have."""
+    if (problem := problem_type(config)) != MULTI_LABEL:
+        text = f"only labels of {MULTI_LABEL} have thresholds, but the model's are {problem}; remove it."
+        return error_message("does-not-fit-model", text, setting="label_thresholds")
+    if isinstance(settings.label_thresholds, str):
+        return None
+    try:
+        complete_thresholds(settings.label_thresholds, class_names(config), "recipe")
+    except InputError as error:
+        return error.as_message()
+    return None
 
 
 def training_task_errors(settings: TechniqueTrainingSettings, task: Task) -> list[Message]:

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from smelt.core.errors import InputError
 from smelt.core.files import json_hash
+from smelt.data.label_thresholds import predicted_labels
 from smelt.data.labels import (
     MULTI_LABEL,
     REGRESSION,
@@ -68,14 +70,16 @@ def score_label_sets(
 
 
 def score_regression(
-    metrics: Sequence[str], predicted: Sequence[float], gold: Sequence[float]
+    metrics: Sequence[str],
+    predicted: Sequence[float] | Sequence[Sequence[float]],
+    gold: Sequence[float] | Sequence[Sequence[float]],
 ) -> dict[str, MetricScore]:
     """Score predicted numbers against the gold ones.
 
     Args:
         metrics: names of metrics of numbers; the result has their order.
-        predicted: n numbers.
-        gold: n numbers.
+        predicted: n numbers, or n lists of C numbers.
+        gold: as many.
 
     Raises:
         InputError: an unknown metric, no examples, or lengths that differ.
@@ -83,7 +87,7 @@ def score_regression(
     """
     check_inputs(metrics, metrics_of(NumberSamples), len(predicted), len(gold))
     check_finite_outputs(np.asarray(predicted, dtype=np.float64))
-    samples = NumberSamples(json_hash([float(value) for value in gold]), predicted, gold)
+    samples = NumberSamples(json_hash(np.asarray(gold, np.float64).tolist()), predicted, gold)
     return score_metrics(metrics, samples)
 
 
@@ -209,8 +213,8 @@ def score_classifier(
     settings: of metrics, as in the recipe: the class that F1, precision or recall is of.
 
     Returns:
-        Scores by metric, and the prediction per sample: a class name, a list of names, or a number. Without
-        metrics the labels of the samples are not read.
+        Scores by metric, and the prediction per sample: a class name, a list of names, a number, or a
+        list of numbers. Without metrics the labels of the samples are not read.
 
     Raises:
         InputError: a label is not a class of the model, or a metric does not fit the problem type.
@@ -222,14 +226,15 @@ def score_classifier(
     metrics = [name for name in metrics if name not in ranked]
     scores = _score_ranking(ranked, config, logits, split, settings) if ranked else {}
     if problem == REGRESSION:
-        predicted_values = [float(row[0]) for row in logits]
         if metrics:
-            scores |= score_regression(
-                metrics, predicted_values, regression_targets(split.examples, split.origin)
-            )
-        return scores, predicted_values
+            gold_values = regression_targets(split.examples, names, split.origin)
+            scores |= {
+                name: score.model_copy(update={"parts": dict(zip(names, score.parts.values(), strict=False))})
+                for name, score in score_regression(metrics, logits.tolist(), gold_values).items()
+            }
+        return scores, [_number_or_list(row) for row in logits.tolist()]
     if problem == MULTI_LABEL:
-        predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in logits > 0]  # a probability above 0.5
+        predicted_sets = [[int(i) for i in row.nonzero()[0]] for row in predicted_labels(logits, config)]
         if metrics:
             gold = multi_label_targets(split.examples, names, split.origin)
             scores |= score_label_sets(metrics, predicted_sets, gold, len(names), logits)
@@ -249,6 +254,10 @@ def score_classifier(
     return scores, [names[i] for i in predicted]
 
 
+def _number_or_list(values: list[float]) -> float | list[float]:
+    return values[0] if len(values) == 1 else values
+
+
 def _score_ranking(
     metrics: Sequence[str],
     config: Mapping[str, Any],
@@ -265,7 +274,14 @@ def _score_ranking(
     names, problem = class_names(config), problem_type(config)
     relevance: Sequence[float]
     if problem == REGRESSION:
-        values, relevance = logits[:, 0], regression_targets(split.examples, split.origin)
+        if len(names) > 1:
+            raise InputError(
+                f"{', '.join(metrics)}: passages are ordered by one number, but the model has {len(names)}"
+                " outputs. Remove the metric.",
+                code="does-not-fit-labels",
+            )
+        values = logits[:, 0]
+        relevance = [value for (value,) in regression_targets(split.examples, names, split.origin)]
     else:
         values = softmax(logits.astype(np.float64), axis=1) @ np.arange(len(names))
         relevance = class_targets(split.examples, names, split.origin)
@@ -289,7 +305,7 @@ def class_counts(
     check_finite_outputs(logits)
     if problem == MULTI_LABEL:
         gold_matrix = _multi_hot(multi_label_targets(split.examples, names, split.origin), len(names))
-        predicted_matrix = (logits > 0).astype(np.int64)
+        predicted_matrix = predicted_labels(logits, config).astype(np.int64)
         return class_scores(
             (predicted_matrix & gold_matrix).sum(axis=0),
             predicted_matrix.sum(axis=0),
@@ -310,7 +326,8 @@ def gold_outputs(config: Mapping[str, Any], split: Split) -> list[Any]:
     """
     names, problem = class_names(config), problem_type(config)
     if problem == REGRESSION:
-        return [float(value) for value in regression_targets(split.examples, split.origin)]
+        targets = regression_targets(split.examples, names, split.origin)
+        return [_number_or_list(list(values)) for values in targets]
     if problem == MULTI_LABEL:
         label_sets = multi_label_targets(split.examples, names, split.origin)
         return [[names[i] for i in sorted(row)] for row in label_sets]

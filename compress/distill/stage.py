@@ -555,7 +555,7 @@ def with_training_samples(settings: DistillSettings, config: Any, ctx: Context) 
 def _placeholder_label(config: Any) -> Label:
     problem = problem_type(config.to_dict())
     if problem == REGRESSION:
-        return 0.0
+        return (0.0,) * int(config.num_labels)
     return () if problem == MULTI_LABEL else str(config.id2label[0])
 
 

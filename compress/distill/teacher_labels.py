@@ -113,6 +113,13 @@ def several_teacher_errors(
             " classes. Use models of one kind."
         )
         return [error_message("problem-type-mismatch", text, setting="teacher")]
+    counts = {len(model.names) for model in (*teachers, *([student] if student else []))}
+    if problems == {REGRESSION} and len(counts) > 1:
+        text = (
+            f"teachers and student have {' and '.join(map(str, sorted(counts)))} outputs, and numbers are"
+            " averaged by output. Use models with equal outputs."
+        )
+        return [error_message("problem-type-mismatch", text, setting="teacher")]
     if student is None or problems == {REGRESSION}:
         return []
     union, names = merged_labels(teachers), student.names

@@ -49,7 +49,8 @@ class Loss(Metric[LossSamples | ClassSamples | LabelSetSamples | NumberSamples])
             return ExampleRows(rows, f"{samples.settings}|{BOOTSTRAP_SIGNATURE}", chance=chance)
         if isinstance(samples, NumberSamples):
             scored = MSE.example_rows(samples, {})
-            losses, chance = [(p - g) ** 2 for p, g in scored.rows], MSE.chance_level(scored.rows)
+            losses = MSE.example_values(np.asarray(scored.rows)).tolist()
+            chance = MSE.chance_level(scored.rows)
         else:
             scored = CROSS_ENTROPY.example_rows(samples, {})
             losses, chance = [loss for (loss,) in scored.rows], scored.chance

@@ -82,10 +82,10 @@ class LabelSetSamples(Samples):
 
 @dataclass(frozen=True)
 class NumberSamples(Samples):
-    """n predicted and gold numbers."""
+    """n predicted and gold numbers, or n tuples of C numbers."""
 
-    predicted: Sequence[float]
-    gold: Sequence[float]
+    predicted: Sequence[float] | Sequence[Sequence[float]]
+    gold: Sequence[float] | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """Pearson's and Spearman's correlation, and the mean squared error, of predicted numbers.
 
-Shapes: n = examples, R = resamples.
+Of several outputs the metrics are means over the outputs, each output alone as in scikit-learn's
+`multioutput="uniform_average"`; `parts` has the value of each.
+
+Shapes: n = examples, R = resamples, C = outputs.
 """
 
 from __future__ import annotations
@@ -27,24 +30,48 @@ from smelt.evaluate.metrics.metric import (
 
 @dataclass(frozen=True, kw_only=True)
 class NumberMetric(Metric[NumberSamples]):
-    """Rows, K = 2: predicted number, gold number; definition: for the signature."""
+    """Rows, K = 2 C: the predicted numbers, then the gold ones; definition: for the signature."""
 
     samples = (NumberSamples,)
     definition: str
 
     def example_rows(self, samples: NumberSamples, settings: Mapping[str, Any]) -> ExampleRows:
         """Return both numbers of each example."""
-        pairs = zip(samples.predicted, samples.gold, strict=True)
-        rows: Rows = [[float(predicted), float(gold)] for predicted, gold in pairs]
-        return ExampleRows(rows, f"{self.definition}|{BOOTSTRAP_SIGNATURE}")
+        sides = (np.asarray(side, np.float64) for side in (samples.predicted, samples.gold))
+        values = np.hstack([side.reshape(len(side), -1) for side in sides])
+        outputs = values.shape[1] // 2
+        definition = self.definition if outputs == 1 else f"{self.definition}|mean of {outputs} outputs"
+        return ExampleRows(values.tolist(), f"{definition}|{BOOTSTRAP_SIGNATURE}")
+
+    def output_value(self, predicted: Array, gold: Array, weights: Array) -> Array:
+        """Return the value of one output: [n], [n], [R, n] -> [R]."""
+        raise NotImplementedError
+
+    def value(self, rows: Array, weights: Array) -> Array:
+        """Return the mean value of the outputs: [n, 2 C] -> [R]."""
+        values = [self.output_value(predicted, gold, weights) for predicted, gold in _outputs(rows)]
+        return np.asarray(np.mean(values, axis=0))
+
+    def parts(self, rows: Rows) -> dict[str, float]:
+        """Return the value of each output of several, by its number."""
+        outputs = _outputs(np.asarray(rows))
+        weights = np.ones((1, len(rows)))
+        values = [float(self.output_value(predicted, gold, weights)[0]) for predicted, gold in outputs]
+        return {f"output {index}": value for index, value in enumerate(values)} if len(values) > 1 else {}
+
+
+def _outputs(rows: Array) -> list[tuple[Array, Array]]:
+    """Return predicted and gold numbers, [n] each, of each output."""
+    predicted, gold = np.split(rows, 2, axis=1)
+    return list(zip(predicted.T, gold.T, strict=True))
 
 
 class Pearson(NumberMetric):
     """100 times Pearson's correlation; 0 where one side is constant."""
 
-    def value(self, rows: Array, weights: Array) -> Array:
-        """Return the correlation: [n, 2] -> [R]."""
-        x, y = (np.broadcast_to(column, weights.shape) for column in rows.T)
+    def output_value(self, predicted: Array, gold: Array, weights: Array) -> Array:
+        """Return the correlation: [n], [n], [R, n] -> [R]."""
+        x, y = (np.broadcast_to(column, weights.shape) for column in (predicted, gold))
         return _correlation(x, y, weights)
 
     def chance_level(self, rows: Rows) -> float:
@@ -58,26 +85,27 @@ class Spearman(Pearson):
     Each resample is ranked separately; an example that was drawn w times counts as w equal values.
     """
 
-    def value(self, rows: Array, weights: Array) -> Array:
-        """Return the correlation: [n, 2] -> [R]."""
-        return _correlation(_ranks(rows[:, 0], weights), _ranks(rows[:, 1], weights), weights)
+    def output_value(self, predicted: Array, gold: Array, weights: Array) -> Array:
+        """Return the correlation: [n], [n], [R, n] -> [R]."""
+        return _correlation(_ranks(predicted, weights), _ranks(gold, weights), weights)
 
 
 class MeanSquaredError(NumberMetric):
     """The mean of (prediction - gold)^2."""
 
-    def value(self, rows: Array, weights: Array) -> Array:
-        """Return the error: [n, 2] -> [R]."""
-        return np.asarray(weights @ np.square(rows[:, 0] - rows[:, 1]) / weights.sum(1))
+    def output_value(self, predicted: Array, gold: Array, weights: Array) -> Array:
+        """Return the error: [n], [n], [R, n] -> [R]."""
+        return np.asarray(weights @ np.square(predicted - gold) / weights.sum(1))
 
     def example_values(self, rows: Array) -> Array:
-        """Return the squared error of each example."""
-        return np.asarray(np.square(rows[:, 0] - rows[:, 1]))
+        """Return the squared error of each example, the mean over its outputs."""
+        return np.asarray(np.mean([np.square(predicted - gold) for predicted, gold in _outputs(rows)], 0))
 
     def chance_level(self, rows: Rows) -> float:
-        """Return the error of the gold numbers' mean."""
-        mean = sum(gold for _, gold in rows) / len(rows)
-        return value_on_all(self, [[mean, gold] for _, gold in rows])
+        """Return the error of the gold numbers' means."""
+        gold = np.split(np.asarray(rows), 2, axis=1)[1]
+        means = np.broadcast_to(gold.mean(axis=0), gold.shape)
+        return value_on_all(self, np.hstack([means, gold]).tolist())
 
 
 def _ranks(values: Array, weights: Array) -> Array:

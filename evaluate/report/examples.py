@@ -85,7 +85,7 @@ def _changed_examples(
     def describe(index: int) -> dict[str, Any]:
         example = split.examples[index]
         tags = {"output": step_outputs[index], "baseline_output": base[index]}
-        is_tagged = labels is None and all(isinstance(output, list) for output in tags.values())
+        is_tagged = labels is None and all(map(_are_names, tags.values()))
         return {
             **_example_texts(example, labels, split.images),
             **{name: _output_text(output) for name, output in tags.items()},
@@ -142,6 +142,10 @@ def _example_texts(example: Example, labels: Sequence[str] | None, images: bool)
     return {"source": source, "text_pair": example.text_pair, "references": references}
 
 
+def _are_names(output: Any) -> bool:
+    return isinstance(output, list) and all(isinstance(item, str) for item in output)
+
+
 def _tagged_texts(example: Example, outputs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return outputs and references of a sample whose words have tags, each tag at its word."""
     [words] = word_lists([example])
@@ -167,10 +171,10 @@ def _label_text(example: Example, labels: Sequence[str]) -> str:
 
 
 def _output_text(output: Any) -> str:
-    """Return a text, the name of a class, names of classes, or a number as text."""
+    """Return a text, the name of a class, names of classes, a number or numbers as text."""
     if isinstance(output, float):
         return f"{output:.4g}"
-    return output if isinstance(output, str) else ", ".join(output)
+    return output if isinstance(output, str) else ", ".join(map(_output_text, output))
 
 
 def _cut_texts(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, RunError
 from smelt.core.files import read_json_object
+from smelt.data.label_thresholds import logit_thresholds
 from smelt.data.labels import MULTI_LABEL, REGRESSION, problem_type
 from smelt.data.tasks import task_traits, tasks_with
 from smelt.export.package.hub_files import (
@@ -279,9 +280,14 @@ def answer_code(task: str, source: Path) -> str:
             "    if token not in (tokenizer.cls_token, tokenizer.sep_token, tokenizer.pad_token):\n"
             "        print(token, classes[int(index)])"
         )
-    problem = problem_type(read_json_object(source / "config.json"))
+    config = read_json_object(source / "config.json")
+    problem = problem_type(config)
     if problem == REGRESSION:
         return "print(output)"
     if problem == MULTI_LABEL:
-        return f"{names}print([classes[i] for i, logit in enumerate(output.ravel()) if logit > 0], output)"
+        limits = logit_thresholds(config).tolist()  # of logits
+        return (
+            f"{names}limits = {limits}\n"
+            "print([classes[i] for i, logit in enumerate(output.ravel()) if logit > limits[i]], output)"
+        )
     return f"{names}print(classes[int(output.argmax())], output)"

@@ -20,9 +20,9 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import default_threads, read_artifact
 from smelt.core.errors import InputError, did_you_mean, truncation_text
 from smelt.core.messages import Message, find_lone_surrogate, warning
-from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import check_image, read_image_rows
 from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, Example, column_options
 from smelt.data.tasks import task_traits
 from smelt.pipeline.inspect.data_files import parse_columns

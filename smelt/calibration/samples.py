@@ -213,7 +213,8 @@ def _draw(
         selected = split.select(indices)
         if ctx.traits.output == "labels":
             config = model.config.to_dict()
-            label = 0.0 if problem_type(config) == REGRESSION else class_names(config)[0]
+            names = class_names(config)
+            label = (0.0,) * len(names) if problem_type(config) == REGRESSION else names[0]
             labeled = (e if e.label is not None else replace(e, label=label) for e in selected.examples)
             selected = replace(selected, examples=tuple(labeled))
         return encode_split(selected, model.config, tokenizer, ctx, split_name=name)

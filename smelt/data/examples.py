@@ -102,6 +102,11 @@ def parse_references(
     return tuple(references)
 
 
+def row_name(row: Mapping[str, Any], location: str) -> str:
+    """Return the position of a row, and its id if it has one: several rows may have one line, as in SQuAD."""
+    return f"{location} (id {row['id'][:40]!r})" if isinstance(row.get("id"), str) else location
+
+
 _BOOLEAN_HINT = ". Write true and false as 1 and 0, or in quotes"
 
 
@@ -113,15 +118,15 @@ def parse_label(value: Any, location: str, column: str) -> Label:
     """
     if isinstance(value, list | tuple):
         items = [integral_as_int(item) for item in value]
-        if all(_is_class(item) for item in items):
+        if all(_is_class(item) for item in items) or (items and all(map(_is_finite_number, items))):
             return tuple(items)
     value = integral_as_int(value)
-    if _is_class(value) or (isinstance(value, float) and math.isfinite(value)):
+    if _is_class(value) or _is_finite_number(value):
         label: Label = value
         return label
     raise InputError(
         f"{location}: column '{column}' must be an integer or a name, a list of these (several labels),"
-        " or a number (regression), got"
+        " a number, or a list of numbers (regression), got"
         f" {repr(value)[:80]}{_BOOLEAN_HINT if isinstance(value, bool) else ''}",
         code="wrong-column-type",
     )
@@ -136,6 +141,11 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, int | str) and not isinstance(value, bool)
 
 
+def _is_finite_number(value: Any) -> bool:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer or (isinstance(value, float) and math.isfinite(value))
+
+
 def text_of_column(row: Mapping[str, Any], column: str, location: str, setting: str) -> str:
     """Return the text in `column`.
 
@@ -147,7 +157,8 @@ def text_of_column(row: Mapping[str, Any], column: str, location: str, setting: 
     value = row[column]
     if not isinstance(value, str):
         raise InputError(
-            f"{location}: column '{column}' must be text, got {repr(value)[:80]}", code="wrong-column-type"
+            f"{row_name(row, location)}: column '{column}' must be text, got {repr(value)[:80]}",
+            code="wrong-column-type",
         )
     reject_surrogates(value, location, column)
     return value
@@ -162,7 +173,8 @@ def nonempty_text(row: Mapping[str, Any], column: str, location: str, setting: s
     value = text_of_column(row, column, location, setting)
     if not value.strip():
         raise InputError(
-            f"{location}: column '{column}' is empty. Remove or fill such rows.", code="empty-text"
+            f"{row_name(row, location)}: column '{column}' is empty. Remove or fill such rows.",
+            code="empty-text",
         )
     return value
 
@@ -199,7 +211,7 @@ def missing_column(row: Mapping[str, Any], column: str, location: str, setting: 
     if alias:
         hint = f" '{alias}' usually holds it."
     return MissingColumnError(
-        f"{location}: no column '{column}'; available: {names}.{hint}"
+        f"{row_name(row, location)}: no column '{column}'; available: {names}.{hint}"
         f" {columns_hint({setting: alias or 'NAME'})}",
         code="missing-column",
     )
@@ -219,6 +231,7 @@ def missing_columns_error(
         role: next((n for n in COLUMN_ALIASES.get(role, ()) if n in row), "NAME") for role in missing
     }
     return MissingColumnError(
-        f"{location}: no columns {missing_names}; available: {names}. {columns_hint(suggestions)}",
+        f"{row_name(row, location)}: no columns {missing_names}; available: {names}."
+        f" {columns_hint(suggestions)}",
         code="missing-column",
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.data.csv_rows import RowIterator, read_file_rows
+from smelt.data.read_rows import RowIterator, read_file_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,8 +1,8 @@
-"""Read .json files as rows, and UTF-8 text files, with or without gzip, whole or as a stream.
+"""Read .json and .jsonl files as rows, and UTF-8 text files, with or without gzip, whole or as a stream.
 
-The rows are a list of objects, an object with one such list, or consecutive objects. The standard library
-parses a whole file at once. Here one value is parsed at a time from a window of the text, so that memory
-holds the longest row and not the file.
+The rows of .json are a list of objects, an object with one such list, or consecutive objects. The standard
+library parses a whole file at once. Here one value is parsed at a time from a window of the text, so that
+memory holds the longest row and not the file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError
+from smelt.data.tasks import task_names
 
 
 def data_suffix(path: Path) -> str:
@@ -338,3 +339,42 @@ class _JsonScanner:
         if chunk:
             self.text, self.at = unread + chunk, 0
         return bool(chunk)
+
+
+PLAIN_TEXT_HINT = f" Plain text (.txt) is for {task_names(samples='running-text')}."
+# json.loads with a hook makes a decoder for each line
+_ROW_DECODER = json.JSONDecoder(object_pairs_hook=reject_duplicate_keys)
+
+
+def read_json_lines(path: Path) -> Iterator[_Row]:
+    """Yield the rows of a file with a JSON object per line, each with its line.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not an object.
+    """
+    with open_text(path, newline="\n") as stream:
+        for number, line in enumerate(read_lines(path, stream), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = _ROW_DECODER.decode(line)
+            except DuplicateKeyError as error:
+                raise InputError(
+                    f"{path}:{number}: this row has the key {error} twice. Rename or remove one of the two.",
+                    code="duplicate-column",
+                    file=str(path),
+                    line=number,
+                ) from error
+            except (ValueError, RecursionError) as error:
+                # a line that does not start like a JSON value is of another format
+                text_hint = "" if line.lstrip()[0] in '{["' else PLAIN_TEXT_HINT
+                problem = str(error)
+                if isinstance(error, json.JSONDecodeError):  # its own text counts lines within this line
+                    problem = f"{error.msg} at character {error.pos + 1}"
+                raise InputError(
+                    f"{path}:{number}: invalid JSON: {problem}. Got: {line[:80]!r}.{text_hint}",
+                    code="invalid-json",
+                    file=str(path),
+                    line=number,
+                ) from error
+            yield f"{path}:{number}", require_object(row, f"{path}:{number}")

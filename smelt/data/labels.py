@@ -1,7 +1,7 @@
 """Labels of a classifier: its problem type, the names of its outputs, and the targets of samples.
 
 The problem types are those of transformers (`config.problem_type`): a sample has one class, any number of
-classes, or a number. The model's config decides; if it has no problem type, the data decide.
+classes, or one or several numbers. The model's config decides; if it has no problem type, the data decide.
 
 Labels are mapped to the outputs of a model as classes, sets of classes, or numbers. An integer is the same
 label in any notation: 1, 1.0, "1". If one of the model's names is an integer too, numbers are names;
@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from smelt.core.errors import InputError, did_you_mean
+from smelt.core.messages import with_count
 from smelt.data.splits import Example, Label
 from smelt.data.tasks import TASK_TRAITS, Task, tasks_with
 
@@ -64,7 +65,7 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
     """Return the problem type of a classifier from its config; one output without a type is regression.
 
     Raises:
-        InputError: the config's `problem_type` is unknown, or is regression with several outputs.
+        InputError: the config's `problem_type` is unknown, or needs several outputs.
     """
     outputs = len(class_names(config))
     declared = config.get("problem_type")
@@ -76,12 +77,6 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
         raise InputError(
             f"config.json: problem_type is {declared!r}; known: {known_types}.{hint}",
             code="unknown-problem-type",
-        )
-    if declared == REGRESSION and outputs > 1:
-        raise InputError(
-            f"config.json: problem_type is regression, but the model has {outputs} outputs. Regression"
-            " is supported only with one output.",
-            code="too-many-outputs",
         )
     if declared == SINGLE_LABEL and outputs == 1:
         raise InputError(
@@ -96,7 +91,8 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType:
 def infer_problem_type(config: Mapping[str, Any] | None, labels: Iterable[Label | None]) -> ProblemType:
     """Return the problem type of a classifier from its config, or from the labels if it has none.
 
-    Lists of labels (or names separated by `|`) are multi-label; decimal numbers are regression.
+    Lists of labels (or names separated by `|`) are multi-label; decimal numbers, and lists of numbers one of
+    which is decimal, are regression.
 
     Args:
         config: of a model with a classifier; None if the classifier is still to be made.
@@ -116,16 +112,20 @@ def infer_problem_type(config: Mapping[str, Any] | None, labels: Iterable[Label 
         isinstance(v, tuple) or (isinstance(v, str) and LABEL_SEPARATOR in v and v not in names)
         for v in label_set
     ):
-        return MULTI_LABEL
+        items = {item for label in label_set for item in split_labels(label)}
+        return REGRESSION if config is None and _are_decimals(items) else MULTI_LABEL
     if config is None and label_set and _are_decimals(label_set):
         return REGRESSION
     return SINGLE_LABEL
 
 
 def infer_label_names(labels: Iterable[Label | None], problem: ProblemType) -> list[str]:
-    """Return names for the outputs of a new classifier: the labels of the data, sorted; numbers by value."""
+    """Return names for the outputs of a new classifier: the labels of the data, sorted; numbers by value.
+
+    Of regression: LABEL_0 and so on, as many as the first label has numbers.
+    """
     if problem == REGRESSION:
-        return ["LABEL_0"]
+        return [f"LABEL_{index}" for index in range(len(split_labels(next(iter(labels), 0.0))))]
     label_set = (
         set(labels)
         if problem == SINGLE_LABEL
@@ -184,7 +184,7 @@ def split_labels(label: Label | None) -> list[Label]:
     return [] if label is None else [label]
 
 
-def _are_decimals(labels: set[Label | None]) -> bool:
+def _are_decimals(labels: Collection[Label | None]) -> bool:
     """Return whether all labels are numbers and one is not an integer; CSV has numbers as text."""
     all_integers = all(label_as_int(v) is not None for v in labels)
     return not all_integers and all(label_as_float(v) is not None for v in labels)
@@ -234,17 +234,26 @@ def multi_label_targets(
     return _convert_labels(examples, names, origin, MULTI_LABEL, class_indices)
 
 
-def regression_targets(examples: Sequence[Example], origin: str = "") -> list[float]:
-    """Return the number of each sample, also from text; NaN for `NO_LABEL`.
+def regression_targets(
+    examples: Sequence[Example], names: Sequence[str], origin: str = ""
+) -> list[tuple[float, ...]]:
+    """Return the numbers of each sample, one for each output; also from text, which is split at `|`.
+
+    Those of `NO_LABEL` are NaN.
 
     Raises:
-        InputError: a label is not a finite number; their lines are named.
+        InputError: a label has another number of values (`label-count`), or one that is not a finite number
+            (`non-finite-label`); their lines are named.
     """
 
-    def number(label: Label | None) -> float | None:
-        return math.nan if label == NO_LABEL else label_as_float(label)
+    def numbers(label: Label | None) -> tuple[float, ...] | None:
+        if label == NO_LABEL:
+            return (math.nan,) * len(names)
+        values = [label_as_float(item) for item in split_labels(label)]
+        finite_values = tuple(value for value in values if value is not None)
+        return finite_values if len(finite_values) == len(values) == len(names) else None
 
-    return _convert_labels(examples, (), origin, REGRESSION, number)
+    return _convert_labels(examples, names, origin, REGRESSION, numbers)
 
 
 def check_labels(
@@ -256,7 +265,7 @@ def check_labels(
         InputError: a label cannot.
     """
     if problem == REGRESSION:
-        regression_targets(examples, origin)
+        regression_targets(examples, names, origin)
     elif problem == MULTI_LABEL:
         multi_label_targets(examples, names, origin)
     else:
@@ -342,6 +351,10 @@ def _label_error(label: Label | None, names: Sequence[str], problem: ProblemType
     if is_blank_label(label):
         return "empty-label", "the label is empty. Fill it in, or remove the row."
     if problem == REGRESSION:
+        values = split_labels(label)
+        if len(values) != len(names) and all(label_as_float(value) is not None for value in values):
+            text = f"the label {label_text} has {with_count(len(values), 'number')}, but the model has"
+            return "label-count", f"{text} {with_count(len(names), 'output')} (regression)."
         return "non-finite-label", f"the label {label_text} is not a finite number (regression)."
     if problem == SINGLE_LABEL and isinstance(label, tuple):
         return (

@@ -92,8 +92,8 @@ SplitName = Literal["train", "unlabeled", "validation", "calibration", "test"]
 PromptLayout = Literal["messages", "prompt", "instruction"]
 
 
-# A class by index or name, a number (regression), or several classes; see smelt.data.labels.
-Label = int | str | float | tuple[int | str, ...]
+# A class by index or name, a number (regression), or several classes or numbers; see smelt.data.labels.
+Label = int | str | float | tuple[int | str | float, ...]
 
 
 class Columns(BaseModel):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smelt.core.errors import InputError, RunError
+from smelt.data.label_thresholds import predicted_labels
 from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names, problem_type
 from smelt.data.npz_arrays import SampleArrays
 from smelt.generation.backend import (
@@ -58,12 +59,19 @@ class ClassifierRunner(Runner):
 class ClassPrediction:
     """A classifier's prediction for one text.
 
-    label: the class with the highest probability; of a multi-label model the classes above one half; of a
-    regression model the number. probabilities: by class, 0 to 1; empty for regression.
+    label: the class with the highest probability; of a multi-label model the classes above their thresholds;
+    of a regression model the number, or the tuple of its numbers. probabilities: by class, 0 to 1; empty for
+    regression.
     """
 
-    label: str | tuple[str, ...] | float
+    label: str | tuple[str, ...] | float | tuple[float, ...]
     probabilities: Mapping[str, float]
+
+
+def number_or_numbers(outputs: NDArray[np.float32]) -> float | tuple[float, ...]:
+    """Return the outputs of a regression model, [C], as a number, or a tuple if there are several."""
+    numbers = tuple(map(float, outputs))
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, Any]) -> list[ClassPrediction]:
@@ -75,12 +83,12 @@ def predictions_from_logits(logits: NDArray[np.float32], config: Mapping[str, An
     check_finite_outputs(logits)
     problem = problem_type(config)
     if problem == REGRESSION:
-        return [ClassPrediction(float(row[0]), {}) for row in logits]
+        return [ClassPrediction(number_or_numbers(row), {}) for row in logits]
     names = class_names(config)
     values = logits.astype(np.float64)
     if problem == MULTI_LABEL:
         probabilities = 1 / (1 + np.exp(-values))
-        predicted = [tuple(n for n, p in zip(names, row, strict=True) if p > 0.5) for row in probabilities]
+        predicted = [tuple(names[i] for i in row.nonzero()[0]) for row in predicted_labels(logits, config)]
         return [
             ClassPrediction(label, dict(zip(names, map(float, row), strict=True)))
             for label, row in zip(predicted, probabilities, strict=True)

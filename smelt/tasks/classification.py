@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.messages import CONTROL_ESCAPES
-from smelt.data.labels import LABEL_SEPARATOR, class_names, problem_type
+from smelt.data.label_thresholds import label_thresholds
+from smelt.data.labels import LABEL_SEPARATOR, MULTI_LABEL, class_names, problem_type
 from smelt.data.splits import Example
 from smelt.tasks.spec import TaskSpec
 
@@ -23,8 +24,10 @@ class Classification(TaskSpec):
     target_roles = ("label",)
 
     def package_settings(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-        """Return the names of the classes, and the problem type."""
-        return {"labels": class_names(config), "problem": problem_type(config)}
+        """Return the names of the classes, their thresholds, and the problem type."""
+        problem = problem_type(config)
+        thresholds = {"thresholds": label_thresholds(config)} if problem == MULTI_LABEL else {}
+        return {"labels": class_names(config), "problem": problem, **thresholds}
 
     def run(
         self,
@@ -53,12 +56,15 @@ class Classification(TaskSpec):
 def prediction_text(prediction: ClassPrediction) -> str:
     """Return the output line of `smelt predict` for a prediction.
 
-    Single label: name, tab, probability. Multiple labels: the names above 0.5 joined by `|` (as in CSV data),
-    tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the number.
+    Single label: name, tab, probability. Multiple labels: the names above their thresholds joined by `|`
+    (as in CSV data), tab, their probabilities joined by `|`; `-`, tab, `-` if there is none. Regression: the
+    number, or the numbers joined by `|`.
     """
-    if isinstance(prediction.label, float):
-        return f"{prediction.label:.4f}"
-    names = [prediction.label] if isinstance(prediction.label, str) else list(prediction.label)
+    label: Any = prediction.label
+    items = list(label) if isinstance(label, tuple) else [label]
+    if not prediction.probabilities:
+        return LABEL_SEPARATOR.join(f"{number:.4f}" for number in items)
+    names: list[str] = items
     if not names:
         return "-\t-"
     chances = (f"{prediction.probabilities[name]:.3f}" for name in names)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.data.csv_rows import RowIterator
 from smelt.data.examples import parse_image, parse_labeled
 from smelt.data.images import check_image, read_image_rows
+from smelt.data.read_rows import RowIterator
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.classification import Classification
 from smelt.tasks.spec import PackageClass

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from smelt.core.errors import InputError
 from smelt.core.messages import CONTROL_ESCAPES
-from smelt.data.csv_rows import RowIterator
 from smelt.data.examples import missing_column, nonempty_text, parse_image
 from smelt.data.images import check_image, read_image_rows
+from smelt.data.read_rows import RowIterator
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.spec import PackageClass, TaskSpec
 

@@ -1,6 +1,6 @@
 """Read the samples of a split: the rows of a file, each parsed by its task.
 
-All formats of `smelt.data.csv_rows` are read; for language modeling also plain text (.txt, also .gz), a
+All formats of `smelt.data.read_rows` are read; for language modeling also plain text (.txt, also .gz), a
 sample per line. Unlabeled samples are those on which a student learns its teacher's outputs.
 """
 
@@ -10,15 +10,17 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.core.files import resolve_path
-from smelt.data.csv_rows import RowIterator, folder_splits, read_file_rows, read_hub_rows
-from smelt.data.examples import MissingColumnError, missing_columns_error
+from smelt.data.dataset_rows import folder_splits
+from smelt.data.examples import MissingColumnError, missing_columns_error, row_name
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.npz_arrays import NO_SAMPLE_AXES, SampleAxes, read_samples
+from smelt.data.read_rows import RowDraw, RowIterator, draw_rows, read_source_rows
 from smelt.data.splits import Columns, Example, Split, Windows, split_from_arrays
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.tasks.registry import task_spec
@@ -34,32 +36,37 @@ def read_split(
     axes: SampleAxes = NO_SAMPLE_AXES,
     targets_optional: bool = False,
     label_arrays: Collection[str] = (),
+    draw: RowDraw | None = None,
+    streaming: bool = False,
 ) -> Split:
     """Return the samples of `origin`: a path (relative to `base`) or a hub id.
 
     axes: the sample axes of arrays. targets_optional: whether samples may lack references or a label, for
-    scores that use neither. label_arrays: arrays in `axes` that only metrics read.
+    scores that use neither. label_arrays: arrays in `axes` that only metrics read. draw: samples to keep;
+    None: all. streaming: read hub data sets without a download.
 
     Raises:
         InputError: no such file, no samples, invalid lines (the first ones are named), a missing column (with
-            the nearest).
+            the nearest), or a `draw` of samples that are no rows (`wrong-format`).
     """
     path = resolve_path(base, origin)
+    if draw is not None:
+        _require_rows(path, task, origin)
     if task_traits(task).modality == "arrays":
         return split_from_arrays(origin, read_samples(path, name, axes, label_arrays))
     traits = task_traits(task)
     if traits.reads_images or traits.modality == "audio":
         examples = _read_file_examples(path, task_spec(task), columns, name, targets_optional)
         return Split(origin, examples, images=traits.reads_images, audio=traits.modality == "audio")
+    local_path: Path | None = path
     if path.is_file():
         if task_traits(task).samples == "running-text" and data_suffix(path) == ".txt":
             return _read_text_split(path, origin, name)
-        raw_rows = read_file_rows(path)
     elif folder_splits(path) is not None:
-        raw_rows = read_file_rows(path, name)
+        pass
     elif path.is_dir():
         raise InputError(
-            f"{path}: this is a folder without Parquet files or a data set of save_to_disk (data for"
+            f"{path}: this is a folder without Parquet or Arrow files or a data set of save_to_disk (data for"
             f" '{name}'){_hub_hint(origin)}.",
             code="not-a-file",
             file=str(path),
@@ -71,7 +78,9 @@ def read_split(
             file=str(path),
         )
     else:
-        raw_rows = read_hub_rows(origin, name)
+        local_path = None
+    read = partial(read_source_rows, origin, local_path, name, streaming)
+    raw_rows = read() if draw is None else draw_rows(read, draw)
     examples = _parse_examples(raw_rows, task_spec(task), columns, targets_optional)
     if not examples:
         raise InputError(
@@ -81,6 +90,22 @@ def read_split(
         )
     windows = Windows(separator="\n\n") if task_traits(task).samples == "running-text" else None
     return Split(origin, examples, windows)
+
+
+def _require_rows(path: Path, task: Task, origin: str) -> None:
+    """Require that samples are rows, of which some can be drawn.
+
+    Raises:
+        InputError: `wrong-format`: they are lines of plain text, files of images or audio, or arrays.
+    """
+    is_plain = path.is_file() and data_suffix(path) == ".txt"
+    if is_plain or task_traits(task).modality != "text":
+        raise InputError(
+            f"{origin}: max_samples draws rows of text data (JSON lines, CSV, Parquet, Arrow, data sets), not"
+            f" {'lines of plain text' if is_plain else 'files of images or audio, or arrays'}. Convert the file to JSON lines,"
+            " or remove max_samples for this split.",
+            code="wrong-format",
+        )
 
 
 def _hub_hint(origin: str) -> str:
@@ -146,8 +171,8 @@ def _incomplete_row_error(
         return None
     missing_names = ", ".join(f"'{name}'" for name in missing)
     return MissingColumnError(
-        f"{location}: this row lacks {missing_names}, which other rows of the file have. Complete or remove"
-        " the row.",
+        f"{row_name(row, location)}: this row lacks {missing_names}, which other rows of the file have."
+        " Complete or remove the row.",
         code="partly-missing-column",
     )
 
@@ -234,10 +259,17 @@ def is_plain_text(origin: str, task: Task) -> bool:
     return task in UNLABELED_TASKS and data_suffix(Path(origin)) == ".txt"
 
 
-def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Split:
+def read_unlabeled(
+    origin: str,
+    task: Task,
+    columns: Columns,
+    base: Path,
+    draw: RowDraw | None = None,
+    streaming: bool = False,
+) -> Split:
     """Return texts, or pairs of texts: plain text (.txt, also .gz), one per line, or rows as in `read_split`.
 
-    The column of labels is not read. Empty lines are skipped.
+    The column of labels is not read. Empty lines are skipped. draw, streaming: as of `read_split`.
 
     Raises:
         InputError: as `read_split`; no texts, or a task whose samples have no labels.
@@ -248,6 +280,8 @@ def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Spl
             code="unsupported-task",
         )
     path = resolve_path(base, origin)
+    if draw is not None:
+        _require_rows(path, task, origin)
     if path.is_file() and is_plain_text(origin, task):
         lines = read_text_file(path).splitlines()
         parsed = tuple(
@@ -262,4 +296,4 @@ def read_unlabeled(origin: str, task: Task, columns: Columns, base: Path) -> Spl
     # samples of sentence similarity are the same with and without a score
     texts = columns.model_copy(update={"label": _NO_COLUMN})
     texts.model_fields_set.discard("label")  # the user did not set it
-    return read_split(origin, "sentence-similarity", texts, base, UNLABELED)
+    return read_split(origin, "sentence-similarity", texts, base, UNLABELED, draw=draw, streaming=streaming)

@@ -224,7 +224,7 @@ def encode_targets(texts: list[str], tokenizer: Any, limit: int) -> tuple[list[l
 def classifier_targets(
     examples: Sequence[Example], config: Any, split_name: str = ""
 ) -> Sequence[int | tuple[float, ...]]:
-    """Return the class of each example; for multi-label C numbers, 1 or 0; for regression one number.
+    """Return the class of each example; for multi-label C numbers, 1 or 0; for regression C numbers.
 
     Of a sample with `NO_LABEL` the class is -1, and numbers are NaN.
 
@@ -233,7 +233,7 @@ def classifier_targets(
     """
     names, problem = class_names({"id2label": config.id2label}), model_problem_type(config)
     if problem == REGRESSION:
-        return [(value,) for value in regression_targets(examples, split_name)]
+        return regression_targets(examples, names, split_name)
     if problem == MULTI_LABEL:
         sets = multi_label_targets(examples, names, split_name)
         return [

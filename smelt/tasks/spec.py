@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from smelt.data.csv_rows import RowIterator, read_file_rows
+from smelt.data.read_rows import RowIterator, read_file_rows
 from smelt.data.splits import Columns, Example, Split, input_texts
 from smelt.data.tasks import Task, TaskTraits, task_traits
 

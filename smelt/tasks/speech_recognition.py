@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.files import read_json_object
 from smelt.data.audio import check_audio, read_audio_rows
-from smelt.data.csv_rows import RowIterator
 from smelt.data.examples import parse_references, text_of_column
+from smelt.data.read_rows import RowIterator
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.spec import PackageClass
 from smelt.tasks.text_to_text import TextToText

@@ -1,4 +1,4 @@
-"""Text classification: one class, several classes or a number for a text or a pair of texts."""
+"""Text classification: one class, several classes or numbers for a text or a pair of texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from smelt.data.examples import nonempty_text, parse_labeled, parse_pair
-from smelt.data.labels import MULTI_LABEL, REGRESSION
+from smelt.data.labels import MULTI_LABEL, REGRESSION, class_names
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.classification import Classification
 from smelt.tasks.spec import PackageClass
@@ -38,9 +38,9 @@ class TextClassification(Classification):
         return parse_labeled(text, text_pair, row, location, columns, lacks_target)
 
     def placeholder_row(self, text: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row with the first class of the model, or a number for regression."""
+        """Return a row with the first class of the model, or numbers for regression."""
         name = next(iter((config.get("id2label") or {}).values()), "LABEL_0")
-        labels: dict[str, Any] = {REGRESSION: 0.0, MULTI_LABEL: [name]}
+        labels: dict[str, Any] = {REGRESSION: [0.0] * len(class_names(config)), MULTI_LABEL: [name]}
         return {"text": text, "label": labels.get(str(config.get("problem_type")), name)}
 
     def recognizes_row(self, row: Mapping[str, Any], columns: Columns, named: Columns) -> bool:

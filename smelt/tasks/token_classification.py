@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError
 from smelt.data.conll_rows import LineValues
-from smelt.data.csv_rows import TABLE_SUFFIXES, ClassIndices
+from smelt.data.csv_rows import TABLE_SUFFIXES
+from smelt.data.dataset_rows import ClassIndices
 from smelt.data.examples import missing_column, nonempty_text, reject_surrogates
 from smelt.data.json_rows import data_suffix
 from smelt.data.labels import class_names, class_targets, label_as_int

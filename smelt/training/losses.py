@@ -309,9 +309,9 @@ def regression_loss(
     STS-B (Jiao et al. 2020, arXiv:1909.10351, task_distill.py).
 
     Args:
-        logits: float [B, 1] of the student.
-        labels: float [B, 1].
-        teacher: float [B, 1]; no gradient flows into it.
+        logits: float [B, C] of the student.
+        labels: float [B, C].
+        teacher: float [B, C]; no gradient flows into it.
         logits_weight: weight of the distance from the teacher.
         labels_weight: weight of the distance from the labels.
         terms: receives the terms by name, as in `token_loss`.

@@ -147,6 +147,12 @@ class TrainingSettings(Settings):
         default=LOSS_METRIC,
         description="loss, or a metric of score.quality",
     )
+    label_thresholds: Literal["shared", "per-label"] | float | dict[str, float] | None = Field(
+        default=None,
+        description="multi-label classifiers: probability above which a label is predicted: a number, numbers"
+        " by label, or the highest F1 on validation with one for all (shared) or each label (per-label);"
+        " default: the model's, else 0.5",
+    )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
@@ -209,8 +215,9 @@ class TrainingSettings(Settings):
 
 
 def needed_by_training(settings: TrainingSettings) -> frozenset[Need]:
-    """Return the data that a training needs: training samples; validation samples if a metric selects."""
-    return frozenset({"train"} if settings.metric_for_best_model == LOSS_METRIC else {"train", "validation"})
+    """Return the data that a training needs: training samples; validation samples if they select."""
+    selects = settings.metric_for_best_model != LOSS_METRIC or isinstance(settings.label_thresholds, str)
+    return frozenset({"train", "validation"} if selects else {"train"})
 
 
 TrainedPart = Literal["weights", "adapters", "few bits", "fewer layers"]

@@ -68,6 +68,7 @@ def train(
     from smelt.training.checkpoints import CheckpointScorer, RoundingCheck
     from smelt.training.extension import TrainingExtension, combine_extensions
     from smelt.training.losses import label_objective
+    from smelt.training.thresholds import set_label_thresholds
     from smelt.training.trainer import run_training
 
     require_training_samples(ctx, stage, labels=objective is None or settings.sampling == "balanced")
@@ -141,6 +142,7 @@ def train(
         _warn_of_rounding(rounding, ctx)
     for technique in begun:
         technique.finalize(ctx)
+    set_label_thresholds(model, settings, ctx, partial(encode, name="validation"))
 
 
 def starts_random(src: Artifact, ctx: Context) -> bool:

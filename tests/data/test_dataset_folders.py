@@ -1,11 +1,13 @@
 """Folders of data sets: what `datasets` saves, and Parquet files in parts."""
 
 import datasets
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import smelt
-from smelt.data.csv_rows import folder_splits, read_file_rows
+from smelt.data.dataset_rows import folder_splits
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns
 from smelt.pipeline.inspect.data_files import inspect_data
 from smelt.tasks.read_split import read_split
@@ -126,3 +128,26 @@ def test_recipe_runs_from_saved_dataset(tmp_path):
     result = smelt.run(tmp_path / "recipe.yaml", out=tmp_path / "run", quiet=True)
     assert result.exit_code == 0
     assert result.report["steps"][-1]["quality"]["accuracy"]["n"] == len(rows)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("new_writer", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_arrow_files_are_read_as_parquet_files_are(new_writer, tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, rows in {"train": ROWS, "test": ROWS[:3]}.items():
+        table = dataset(rows).data.table
+        path = folder / f"{name}-00000-of-00001.arrow"
+        with new_writer(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    assert texts(folder, "train") == [row["text"] for row in ROWS]
+    assert texts(folder, "test") == ["text 0", "text 1", "text 2"]
+    assert [location for location, _ in read_file_rows(path)] == [f"{path} row {n}" for n in (1, 2, 3)]
+    assert inspect_data([folder], TASK).splits == {
+        "train": folder / "train-00000-of-00001.arrow",
+        "test": path,
+    }
+    path.write_bytes(b"no arrow")
+    with raises_code("damaged-file") as caught:
+        texts(folder, "test")
+    assert caught.value.file == str(path)

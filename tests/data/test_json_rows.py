@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import read_json_rows
+from smelt.data.read_rows import read_file_rows
 from tests.support.expected_errors import raises_code
 
 pytestmark = pytest.mark.quick

@@ -5,6 +5,7 @@ import pytest
 from smelt.core.errors import InputError
 from smelt.data.labels import (
     MULTI_LABEL,
+    NO_LABEL,
     REGRESSION,
     SINGLE_LABEL,
     check_labels,
@@ -35,7 +36,16 @@ def test_multi_label_targets_accept_lists_and_separated_text():
 
 
 def test_regression_targets_accept_numeric_text():
-    assert regression_targets(rows(1, 0.5, "-2.5e0")) == [1.0, 0.5, -2.5]
+    assert regression_targets(rows(1, 0.5, "-2.5e0"), ["score"]) == [(1.0,), (0.5,), (-2.5,)]
+
+
+def test_regression_targets_of_several_outputs_are_lists_or_fields():
+    names = ["valence", "arousal"]
+    assert regression_targets(rows((1, 0.5), "-2.5|3", NO_LABEL), names)[:2] == [(1.0, 0.5), (-2.5, 3.0)]
+    with raises_code("label-count"):
+        regression_targets(rows((1, 0.5), 0.5), names)
+    with raises_code("non-finite-label"):
+        regression_targets(rows((1, 0.5), (1, "x")), names)
 
 
 def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
@@ -54,7 +64,7 @@ def test_invalid_labels_are_counted_and_nearest_name_is_suggested():
     (("bad", "good"), SINGLE_LABEL, "several-labels", "['bad', 'good']"),
     (("bad", "god"), MULTI_LABEL, "unknown-label", "'god'"), (None, MULTI_LABEL, "unknown-label", " None "),
     ("good", REGRESSION, "non-finite-label", "'good'"), ("nan", REGRESSION, "non-finite-label", "'nan'"),
-    (("1",), REGRESSION, "non-finite-label", "['1']"),
+    (("1",), REGRESSION, "label-count", "['1']"), (("1", "x"), REGRESSION, "non-finite-label", "['1', 'x']"),
 ])  # fmt: skip
 def test_labels_that_do_not_match_problem_are_named(label, problem, code, shown):
     with raises_code(code, InputError) as excinfo:

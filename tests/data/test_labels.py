@@ -42,7 +42,8 @@ def test_class_names_are_in_output_order():
     (None, ["1.0", "0.0", ""], SINGLE_LABEL), (None, [1.0, 0.0], SINGLE_LABEL),
     (None, [1.0, 0.5], REGRESSION), (None, ["0.5", ""], REGRESSION), (None, [3, 5], SINGLE_LABEL),
     (None, ["3.2", "good"], SINGLE_LABEL), (None, [("a",), ("b", "c")], MULTI_LABEL),
-    (None, ["a|b", "c"], MULTI_LABEL), (None, [], SINGLE_LABEL),
+    (None, [(0.1, 2), (3, 1)], REGRESSION), (None, [(0, 2), (3, 1)], MULTI_LABEL),
+    (TWO, [(0.1, 2)], MULTI_LABEL), (None, ["a|b", "c"], MULTI_LABEL), (None, [], SINGLE_LABEL),
 ])  # fmt: skip
 def test_problem_type_is_inferred_from_config_then_labels(config, labels, expected):
     assert infer_problem_type(config, labels) == expected
@@ -50,7 +51,6 @@ def test_problem_type_is_inferred_from_config_then_labels(config, labels, expect
 
 @pytest.mark.parametrize(("config", "code"), [
     ({"problem_type": "regresion"}, "unknown-problem-type"),
-    ({**TWO, "problem_type": REGRESSION}, "too-many-outputs"),
     ({"id2label": {"0": "a", "2": "b"}}, "wrong-label-names"),
     ({"id2label": {"a": 0, "b": 1}}, "wrong-label-names"), ({"id2label": ["a", "b"]}, "wrong-label-names"),
     ({"id2label": {"0": "a"}, "problem_type": SINGLE_LABEL}, "too-few-outputs"),

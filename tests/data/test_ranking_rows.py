@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from smelt.data.csv_rows import read_file_rows
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns
 from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code

@@ -236,3 +236,26 @@ def test_non_finite_outputs_are_not_scored(score, number):
     """NaN has a rank, and argmax takes it for the largest: a broken model would have a score."""
     with raises_code("non-finite-outputs", RunError):
         score(number)
+
+
+def test_metrics_of_several_outputs_equal_scipy_and_sklearn():
+    """Means over the outputs; `parts` has each output under the model's name of it."""
+    draw = np.random.default_rng(0)
+    gold = draw.normal(size=(40, 3)).round(1)
+    logits = (0.5 * gold + draw.normal(size=(40, 3)).round(1)).astype(np.float32)
+    names = ["valence", "arousal", "dominance"]
+    config = {"id2label": dict(enumerate(names)), "problem_type": "regression"}
+    split = Split("rows", tuple(Example("a", label=tuple(row)) for row in gold.tolist()))
+    scores, predictions = score_classifier(["pearson", "spearman", "mse", "loss"], config, logits, split)
+    assert predictions == logits.tolist()
+    for metric, function in (("pearson", pearsonr), ("spearman", spearmanr)):
+        each = [100 * function(gold[:, i], logits[:, i].astype(float)).statistic for i in range(3)]
+        assert scores[metric].parts == pytest.approx(dict(zip(names, each, strict=True)))
+        assert scores[metric].value == pytest.approx(np.mean(each))
+        assert scores[metric].ci95[0] < scores[metric].value < scores[metric].ci95[1]
+    errors = mean_squared_error(gold, logits.astype(float), multioutput="raw_values")
+    assert list(scores["mse"].parts.values()) == pytest.approx(errors.tolist())
+    mean_error = mean_squared_error(gold, logits.astype(float))
+    assert (scores["mse"].value, scores["loss"].value) == pytest.approx((mean_error, mean_error))
+    with raises_code("does-not-fit-labels"):
+        score_classifier(["mrr"], config, logits, split)

@@ -20,7 +20,7 @@ TASK_FILES = ("smelt/data/tasks.py", "smelt/tasks/", "smelt/models/families/")
 # Files and folders that still name tasks, and why. One without a name has to be removed from here.
 EXCEPTIONS = {
     "evaluate/metrics/": "each metric lists the tasks that it scores",
-    "smelt/data/csv_rows.py": "a column of data sets on the Hub",
+    "smelt/data/read_rows.py": "a column of data sets on the Hub",
 }
 
 

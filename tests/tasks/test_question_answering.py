@@ -278,6 +278,24 @@ def test_row_with_one_answer_is_unambiguous(tmp_path, row, code):
     assert error.value.line == 1
 
 
+@pytest.mark.parametrize(("lacks", "code"), [("answers", "missing-column"), ("question", "missing-column")])
+def test_question_of_squad_file_without_column_is_named_by_its_id(lacks, code, tmp_path):
+    """The line alone is that of the article, which may have hundreds of questions."""
+    qa = {"id": "q7", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+    del qa[lacks]
+    articles = [{"title": "T", "paragraphs": [{"context": "Ada codes", "qas": [qa]}]}]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}, indent=1))
+    with raises_code(code) as caught:
+        read_split("squad.json", TASK.name, Columns(), tmp_path)
+    assert "'q7'" in str(caught.value)
+    complete_qa = {"id": "q6", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+    articles[0]["paragraphs"][0]["qas"].insert(0, complete_qa)
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}, indent=1))
+    with raises_code("partly-missing-column") as caught:
+        read_split("squad.json", TASK.name, Columns(), tmp_path)
+    assert "'q7'" in str(caught.value)
+
+
 def test_wrong_question_of_squad_file_is_named_by_line_of_article_and_id(tmp_path):
     qa = {"id": "wrong-one", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 4}]}
     article = {"title": "T", "paragraphs": [{"context": "Ada codes", "qas": [qa]}]}

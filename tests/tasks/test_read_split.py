@@ -6,7 +6,7 @@ import json
 import pytest
 
 from smelt.core.errors import InputError
-from smelt.data.csv_rows import read_file_rows
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, Example
 from smelt.tasks.read_split import read_split
 from tests.support.expected_errors import raises_code
@@ -99,7 +99,9 @@ def test_second_text_is_optional_unless_its_column_is_named(tmp_path):
     assert all(part in str(excinfo.value) for part in ("a.csv:2:", "'text_pare'", "'text_pair'"))
 
 
-@pytest.mark.parametrize("label", ["null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[0.5]"])
+@pytest.mark.parametrize("label", [
+    "null", "true", "[true]", "NaN", "1e999", '{"a": 1}', "[NaN]", '["a", 0.5]',
+])  # fmt: skip
 def test_invalid_label_is_rejected(tmp_path, label):
     path = _write(tmp_path / "a.jsonl", f'{{"text": "a", "label": {label}}}')
     with raises_code("wrong-column-type", InputError) as excinfo:

@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 
 
-def predict_class(logits: Any, labels: list[str], problem: str) -> tuple[Any, Any]:
-    """Return label and probabilities, a dict by label, of one input's logits, [C]."""
+def predict_class(
+    logits: Any, labels: list[str], problem: str, thresholds: list[float] | None = None
+) -> tuple[Any, Any]:
+    """Return label and probabilities, a dict by label, of one input's logits, [C].
+
+    thresholds: of a multi-label model, the probability of each label above which it is predicted.
+    """
     values = logits.astype(np.float64)
     if problem == "regression":
-        return float(values[0]), {}
+        return (float(values[0]) if len(values) == 1 else tuple(values.tolist())), {}
     if problem == "multi_label_classification":
         probabilities = dict(zip(labels, (1 / (1 + np.exp(-values))).tolist(), strict=True))
-        return tuple(name for name, probability in probabilities.items() if probability > 0.5), probabilities
+        limits = np.array(thresholds if thresholds is not None else [0.5] * len(labels))
+        is_predicted = values > np.log(limits / (1 - limits))
+        return tuple(labels[index] for index in is_predicted.nonzero()[0]), probabilities
     odds = np.exp(values - values.max())
     return labels[odds.argmax()], dict(zip(labels, (odds / odds.sum()).tolist(), strict=True))
 
@@ -31,10 +38,11 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 def prediction_line(label: Any, chances: dict[str, float]) -> str:
     """Return an answer as a line: label, tab, probability; for a regression model only the number.
 
-    Several labels are joined by `|`, as their probabilities; without a label both are `-`.
+    Several labels are joined by `|`, as their probabilities, and several numbers; without a label
+    both are `-`.
     """
-    if isinstance(label, float):
-        return f"{label:.4f}"
+    if not chances:
+        return "|".join(f"{number:.4f}" for number in ((label,) if isinstance(label, float) else label))
     names = [label] if isinstance(label, str) else list(label)
     if not names:
         return "-\t-"

@@ -33,6 +33,7 @@ class ImageClassifier:
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
         config = json.loads((Path(folder) / "infer.json").read_text(encoding="utf-8"))
         self.labels, self.problem, self.images = config["labels"], config["problem"], config["images"]
+        self.thresholds = config.get("thresholds")
         self.graph = open_graph(Path(folder) / "model.onnx", threads or config["threads"])
 
     def __call__(self, images: Iterable[Any], batch_size: int = 32) -> list[tuple[Any, Any]]:
@@ -45,7 +46,9 @@ class ImageClassifier:
             part = image_list[start : start + batch_size]
             batch = np.stack([x if isinstance(x, np.ndarray) else self.pixels(x) for x in part])
             batch_logits = finite_outputs(self.graph.run(["logits"], {"pixel_values": batch})[0])
-            answers += [predict_class(logits, self.labels, self.problem) for logits in batch_logits]
+            answers += [
+                predict_class(logits, self.labels, self.problem, self.thresholds) for logits in batch_logits
+            ]
         return answers
 
     def from_json(self, value: Any) -> Any:

@@ -23,8 +23,9 @@ from smelt.export.package.standalone.session import open_graph, run_command_line
 class Classifier:
     """Classifier(folder)(texts) -> (label, probabilities) of each text or pair, a tuple of two texts.
 
-    The label is a name; for a multi-label model, the tuple of labels with a probability above 0.5; for a
-    regression model, the number. Thread-safe; `threads` is per call.
+    The label is a name; for a multi-label model, the tuple of labels with a probability above their
+    threshold; for a regression model, the number, or the tuple of its numbers. Thread-safe;
+    `threads` is per call.
     """
 
     def __init__(self, folder: str | Path = Path(__file__).parent, threads: int | None = None) -> None:
@@ -35,6 +36,7 @@ class Classifier:
             config["tokenizer"],
             0,
         )
+        self.thresholds = config.get("thresholds")
         self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self.graph = open_graph(
             Path(folder) / "model.onnx", threads or config["threads"], pad=config["tokenizer"]["pad"]
@@ -54,7 +56,7 @@ class Classifier:
             feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
             feeds = {name: value for name, value in feeds.items() if name in self.inputs}
             for i, logits in zip(indices, finite_outputs(self.graph.run(["logits"], feeds)[0]), strict=True):
-                answers[i] = predict_class(logits, self.labels, self.problem)
+                answers[i] = predict_class(logits, self.labels, self.problem, self.thresholds)
         return answers
 
     def from_json(self, value: Any) -> str | tuple[str, str]:

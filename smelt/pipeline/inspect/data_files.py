@@ -11,10 +11,11 @@ from typing import Any
 
 from smelt.core.errors import InputError, did_you_mean
 from smelt.data.conll_rows import CONLL_SUFFIXES
-from smelt.data.csv_rows import folder_splits, read_file_rows
+from smelt.data.dataset_rows import ARROW_SUFFIXES, arrow_files, folder_splits
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
 from smelt.data.prompt_rows import row_layout
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, column_options, columns_hint
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.tasks.read_split import is_plain_text
@@ -23,7 +24,7 @@ from smelt.tasks.spec import TaskSpec
 
 # Fraction of a single file for each split that is taken from it.
 HELD_OUT_FRACTION = 0.1
-_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *CONLL_SUFFIXES, ".parquet", ".txt")
+_DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *CONLL_SUFFIXES, *ARROW_SUFFIXES, ".txt")
 # Fraction of a single file of arrays for the test split; the rest is for calibration.
 ARRAY_TEST_FRACTION = 0.8
 # Usual names of splits; the first one in a file's name decides.
@@ -93,10 +94,10 @@ def inspect_data(
 def _splits_of_folder(folder: Path, task: Task) -> dict[str, Path] | None:
     """Return the splits of a folder of a data set of texts; None if it is none, or has a file for each split.
 
-    A split of `save_to_disk` is a folder; one of several Parquet files is the folder of all.
+    A split of `save_to_disk` is a folder; one of several Parquet or Arrow files is the folder of all.
     """
     names = folder_splits(folder) if task_traits(task).modality == "text" else None
-    files = [*folder.glob("*.parquet")] if names is not None else []
+    files = arrow_files(folder) if names is not None else []
     if names is None or (files and len(files) in (1, len(names))):
         return None
     if files:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smelt.core.errors import InputError
-from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import ARCHIVE_SUFFIX, read_image_rows
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns
 from smelt.data.tasks import Task, task_traits, tasks_with
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data

@@ -14,9 +14,9 @@ from typing import get_args
 from smelt.core.errors import InputError
 from smelt.core.files import write_atomically
 from smelt.core.messages import with_article
-from smelt.data.csv_rows import read_file_rows
 from smelt.data.images import read_image_rows
 from smelt.data.labels import infer_problem_type
+from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, Label, SplitName, column_options
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.data.csv_rows import read_file_rows
 from smelt.data.json_rows import data_suffix, read_text_file
+from smelt.data.read_rows import read_file_rows
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.registry import FAMILIES, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo

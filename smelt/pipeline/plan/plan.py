@@ -46,8 +46,9 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
     """
     data = recipe.data
     origin, calibrates = data.split_files()[name], name == "calibration"
+    draw = data.row_draw(name, recipe.seed)
     if name == UNLABELED or (calibrates and is_plain_text(origin, recipe.task)):
-        return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base)}
+        return {name: read_unlabeled(origin, recipe.task, data.columns, recipe.base, draw, data.streaming)}
     unlabeled = calibrates and recipe.traits.classifies
     split = read_split(
         origin,
@@ -58,6 +59,8 @@ def read_split_source(recipe: ParsedRecipe, name: str) -> dict[str, Split]:
         data.axes,
         targets_optional=unlabeled or (name == "test" and scores_agreement_alone(recipe.score.quality)),
         label_arrays=recipe.label_arrays,
+        draw=draw,
+        streaming=data.streaming,
     )
     if unlabeled:  # most stages calibrate without labels
         row_numbers = [example.line or example.row or 0 for example in split.examples]

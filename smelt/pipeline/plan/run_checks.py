@@ -13,7 +13,7 @@ from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info, warning
 from smelt.core.system import install_command, package_problem
-from smelt.data.csv_rows import folder_splits
+from smelt.data.dataset_rows import folder_splits
 from smelt.data.splits import Split
 from smelt.data.tasks import tasks_with
 from smelt.evaluate.custom_metric import load_custom_metric

@@ -27,7 +27,8 @@ from smelt.data.labels import (
     label_as_int,
     split_labels,
 )
-from smelt.data.splits import Columns, Example, Split, Windows
+from smelt.data.read_rows import RowDraw
+from smelt.data.splits import Columns, Example, Split, SplitName, Windows
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.metric import MetricSettingValues
 from smelt.evaluate.metrics.registry import (
@@ -177,6 +178,19 @@ class DataSettings(Settings):
     split: SplitFractions = Field(
         default=SplitFractions(), description="fractions of train to use as other splits"
     )
+    streaming: bool = Field(
+        default=False, description="read data sets of the hub row by row, without a download of all rows"
+    )
+    max_samples: dict[SplitName, Annotated[int, Field(ge=1, strict=True)]] = Field(
+        default_factory=dict,
+        description="samples by split, drawn with `seed`; the others are not kept in memory; default: all",
+    )
+    buffer_size: int = Field(
+        default=1000,
+        ge=1,
+        description="rows in memory among which the next of `max_samples` is drawn, as of `shuffle` of"
+        " `datasets`",
+    )
     columns: Columns = Field(default=Columns(), description="names of the columns")
     windows: Windows = Field(default=Windows(), description="language models: how text is split into windows")
     prefix: str | None = Field(default=None, description="text before each source; default: the model's")
@@ -195,6 +209,11 @@ class DataSettings(Settings):
         default_factory=dict,
         description="ONNX models: batch axis of each input or output; null: none",
     )
+
+    def row_draw(self, split: str, seed: int) -> RowDraw | None:
+        """Return how samples of a split are drawn; None if all are read."""
+        counts = (count for name, count in self.max_samples.items() if name == split)
+        return next((RowDraw(count, self.buffer_size, seed) for count in counts), None)
 
     def split_sources(self) -> dict[str, str]:
         """Return the source of each split by name; splits taken from `train` have the source of `train`."""

@@ -259,7 +259,9 @@ def test_new_classifier_requires_two_labels(tmp_path):
     (["0", "1"], {}, "quality: [{f1: {label: gld}}]", "unknown-label", "score.quality[0]", ("'gld'", "glad")),
     (['["calm"]'], {}, "quality: [accuracy]", "does-not-fit-labels", "score.quality[0]", ("'accuracy'",)),
     (["0", "1"], {}, "gate: mse", "does-not-fit-labels", "gates.mse", ("'mse'", "regression")),
-    (["0"], {"problem_type": "regression"}, "", "too-many-outputs", "model", ("regression", "3 ")),
+    (["0"], {"problem_type": "regression"}, "", "label-count", "data.test", ("data.jsonl:1: ", "3 ")),
+    (["[0.5, 1, 2]", "[0.5, 1]"], {"problem_type": "regression"}, "", "label-count", "data.test",
+     ("data.jsonl:2: ", "[0.5, 1]")),
 ])  # fmt: skip
 def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     tmp_path, labels, config, score, code, setting, named

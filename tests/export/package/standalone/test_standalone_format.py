@@ -206,7 +206,8 @@ def test_embeddings_equal_smelt(request):
 @pytest.mark.parametrize(("problem", "logits", "expected"), [
     ("multi_label_classification", [2.0, -1.0, 0.5], ("a", "c")),
     ("multi_label_classification", [-2.0, -1.0, -0.5], ()),
-    ("single_label_classification", [2.0, -1.0, 2.5], "c"), ("regression", [2.25, 0, 0], 2.25),
+    ("single_label_classification", [2.0, -1.0, 2.5], "c"), ("regression", [2.25], 2.25),
+    ("regression", [2.25, 0, 0.5], (2.25, 0.0, 0.5)),
 ])  # fmt: skip
 def test_predict_class_supports_every_problem_type(problem, logits, expected):
     label, probabilities = predict_class(np.array(logits, dtype=np.float32), ["a", "b", "c"], problem)

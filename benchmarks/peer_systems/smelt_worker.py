@@ -28,6 +28,7 @@ SHORTLIST = "-shortlist"
 ONNX = {
     "": {"target": "ort-cpu"},
     "openvino": {"target": "openvino"},
+    "openvino-int8-attention": {"target": "openvino", "attention": "int8"},
     "openvino-bf16": {"target": "openvino", "dtype": "bf16"},
 }
 

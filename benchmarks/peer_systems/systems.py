@@ -68,7 +68,10 @@ def _smelt(work: str) -> list[System]:
         variants |= {f"{scheme}-shortlist": f"{kind}, shortlist" for scheme, kind in variants.items()}
     if work in ("bert", "sst2"):
         variants |= {"int8-static": "int8", "fp32@openvino-bf16": "bf16"}
-        variants |= {"int8-static@openvino": OPENVINO_INT8, "int8-static@openvino-bf16": OPENVINO_INT8_BF16}
+        variants |= {
+            f"int8-static@{target}": OPENVINO_INT8 for target in ("openvino", "openvino-int8-attention")
+        }
+        variants |= {"int8-static@openvino-bf16": OPENVINO_INT8_BF16}
     else:
         variants |= {"int4": "int4"}
     return [

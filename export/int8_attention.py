@@ -155,7 +155,9 @@ def quantize_attention(model: Any, scales: Scales) -> None:
 
     graph = model.graph
     _, softmaxes = attention_inputs(model)
-    grids = {name: (scale, np.zeros(scale.shape, np.int8)) for name, scale in scales.items()}
+    grids: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {
+        name: (scale, np.zeros(scale.shape, np.int8)) for name, scale in scales.items()
+    }
     grids |= {name: (np.asarray(_SOFTMAX_SCALE), np.asarray(0, np.uint8)) for name in softmaxes}
     nodes = []
     for node in graph.node:
@@ -164,8 +166,9 @@ def quantize_attention(model: Any, scales: Scales) -> None:
         for name in (output for output in node.output if output in grids):
             scale, zero = grids[name]
             constants = [f"{name}.scale", f"{name}.zero_point"]
-            graph.initializer.extend(map(numpy_helper.from_array, (scale, zero), constants))
-            axis = {"axis": -1} if scale.ndim else {}
+            graph.initializer.append(numpy_helper.from_array(scale, constants[0]))
+            graph.initializer.append(numpy_helper.from_array(zero, constants[1]))
+            axis: dict[str, Any] = {"axis": -1} if scale.ndim else {}
             for kind, source, target in (
                 ("QuantizeLinear", name, f"{name}.quantized"),
                 ("DequantizeLinear", f"{name}.quantized", f"{name}.dequantized"),
@@ -194,9 +197,8 @@ def export_int8_attention(
     """
     name = subject.graphs[-1].name
     path = subject.folder / f"{name}.onnx"
-    batch, is_real = parity_samples(
-        parent, source, ctx.data, ctx.task, CALIBRATION_ROWS, CALIBRATION_LENGTH
-    )  # fmt: skip
+    batch: Any
+    batch, is_real = parity_samples(parent, source, ctx.data, ctx.task, CALIBRATION_ROWS, CALIBRATION_LENGTH)
     if not is_real:
         raise InputError(
             "onnx: attention: int8 needs calibration or train data for its scales. Add data: {calibration:"

@@ -27,6 +27,7 @@ from smelt.export.scheme_support import file_dtype, tolerance_kind
 from smelt.export.settings import (
     OnnxSettings,
     ProviderSettings,
+    unsupported_attention,
     unsupported_cuda_graph,
     unsupported_model,
     unsupported_sizes,
@@ -47,6 +48,7 @@ from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
     from smelt.export.graphs.attention import GraphSpec
+    from smelt.export.parity.check_parity import ExportedModel
     from smelt.export.parity.references import TorchReference
     from smelt.generation.backend import Batch, Tokens
 
@@ -279,6 +281,7 @@ class Onnx(Stage[OnnxSettings]):
         - onnx: {target: ort-tensorrt, dtype: fp16, engine: {max_batch_size: 16}}
         - onnx: {target: ort-cpu, autotune: true, threads: autotune}
         - onnx: {target: ort-cpu, kv_cache: int8}
+        - onnx: {target: openvino, attention: int8}
     """
 
     name: ClassVar[str] = "onnx"
@@ -321,12 +324,14 @@ class Onnx(Stage[OnnxSettings]):
         unsupported = unsupported_task(task) if settings.kv_cache == "int8" else None
         if unsupported is not None:
             errors.append(error_message("unsupported-task", unsupported, setting="kv_cache"))
+        if settings.attention == "int8" and (unsupported := unsupported_attention(task)) is not None:
+            errors.append(error_message("unsupported-task", unsupported, setting="attention"))
         return errors
 
     @classmethod
     def needs_with(cls, settings: OnnxSettings, available: Collection[str] = ()) -> frozenset[Need]:
-        """Return the data needed: samples where cache scales are calibrated."""
-        if settings.kv_cache == "float":
+        """Return the data needed: samples where scales of caches or attention are calibrated."""
+        if settings.kv_cache == settings.attention == "float":
             return frozenset()
         return frozenset({"calibration"} if "calibration" in available else {"train"})
 
@@ -384,12 +389,12 @@ class Onnx(Stage[OnnxSettings]):
 def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> None:
     """Write and compare the graphs of `parent`, the runner of the model in the folder `source`."""
     from smelt.export.autotune import choose_layer_operators, record_threads
-    from smelt.export.generation_graph.write import add_generation_graphs
     from smelt.export.graphs.decoder_only import unfused_heads_warning
     from smelt.export.graphs.export_graph import model_graphs
     from smelt.export.graphs.fix_shape import fix_shapes
     from smelt.export.half_graphs import convert_graphs_to_half, overflow_samples
-    from smelt.export.kv_cache import export_int8_cache, require_int8_caches
+    from smelt.export.int8_attention import export_int8_attention
+    from smelt.export.kv_cache import require_int8_caches
     from smelt.export.parity.check_parity import ExportedModel, check_exported_graphs
     from smelt.export.parity.references import run_reference
     from smelt.generation.generating_runners import is_causal
@@ -417,8 +422,7 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         ),
         shape,
     )
-    int8 = settings.kv_cache == "int8"
-    if int8:
+    if settings.kv_cache == "int8":
         require_int8_caches(graphs[0].module.attentions, parent.config, ctx)
     if settings.autotune:
         count = settings.threads if isinstance(settings.threads, int) else 1
@@ -449,11 +453,9 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
         ctx.out, graphs, model, kind, settings.target, ctx.threads, settings.dtype, fp32_modules
     )
     ctx.details["parity"] = check_exported_graphs(exported_model, reference)
-    export_caches = partial(export_int8_cache, exported_model, reference, source, ctx) if int8 else None
-    if settings.generation_graph and settings.target == "ort-cpu" and reference.tokens is not None:
-        add_generation_graphs(ctx, exported_model, reference.batch, source, export_caches)
-    elif export_caches is not None:
-        export_caches()
+    _add_generation_graphs(exported_model, reference, source, settings, ctx)
+    if settings.attention == "int8":
+        export_int8_attention(exported_model, reference, parent, source, ctx)
     if settings.target == "ort-tensorrt":
         from smelt.export.tensorrt.stage import export_provider_options
 
@@ -462,6 +464,21 @@ def _export(parent: Any, source: Path, settings: OnnxSettings, ctx: Context) -> 
     if settings.threads is not None:
         size = (settings.autotune_settings.batch_sizes or (1,))[0]
         record_threads(settings.threads, settings.target, settings.dtype, reference, size, ctx)
+
+
+def _add_generation_graphs(
+    exported: ExportedModel, reference: TorchReference, source: Path, settings: OnnxSettings, ctx: Context
+) -> None:
+    """Add the graphs of the whole generation, and int8 caches, where the settings ask for them."""
+    from smelt.export.generation_graph.write import add_generation_graphs
+    from smelt.export.kv_cache import export_int8_cache
+
+    is_int8 = settings.kv_cache == "int8"
+    export_caches = partial(export_int8_cache, exported, reference, source, ctx) if is_int8 else None
+    if settings.generation_graph and settings.target == "ort-cpu" and reference.tokens is not None:
+        add_generation_graphs(ctx, exported, reference.batch, source, export_caches)
+    elif export_caches is not None:
+        export_caches()
 
 
 def _copy_configs(source: Path, folder: Path, model: Any) -> None:

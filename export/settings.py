@@ -228,6 +228,10 @@ class OnnxSettings(Settings):
         default="float",
         description="ort-cpu, decoder-only: type of stored keys and values",
     )
+    attention: Literal["float", "int8"] = Field(
+        default="float",
+        description="openvino, encoders of texts: type of both matrix products of attention",
+    )
     cache_length: int | None = Field(
         default=None,
         ge=16,
@@ -317,6 +321,12 @@ class OnnxSettings(Settings):
             raise SettingError(
                 "kv_cache: int8 needs ONNX Runtime's attention on the CPU, but target is"
                 f" {self.target}. Set kv_cache: float, or target: ort-cpu",
+                code="unused-setting",
+            )
+        if self.attention == "int8" and (self.target, self.dtype) != ("openvino", "fp32"):
+            raise SettingError(
+                "attention: int8 needs target: openvino and dtype: fp32, but they are"
+                f" {self.target} and {self.dtype}. Set attention: float",
                 code="unused-setting",
             )
         if self.cache_length is not None and self.target not in ("ort-cuda", "tensorrt"):
@@ -419,6 +429,14 @@ def windows_beyond_caches(
         f"{settings.cache_length} has no room for windows of {longest} tokens. Set cache_length:"
         f" {longest}, or data: {{windows: {{length: {settings.cache_length}}}}}."
     )
+
+
+def unsupported_attention(task: str) -> str | None:
+    """Return why models of `task` do not support int8 attention, or None."""
+    traits = task_traits(task)
+    if traits.architecture == "encoder" and traits.modality == "text":
+        return None
+    return f"int8 attention is for encoders of texts; the task is {task}. Set attention: float."
 
 
 def unsupported_task(task: str) -> str | None:

@@ -227,7 +227,7 @@ def search(
         recipe: a file with `{search: ...}` in its settings and a key `search`.
         overrides: settings to change, as for `smelt.run`.
         trials: trials at most, of all workers (default: the recipe's, else 50).
-        time_limit_minutes: time limit; the running trial is finished.
+        time_limit_minutes: time limit; a running trial ends after its current step, the first is finished.
         sampler: tpe, nsga2, random or grid (default: by the number of objectives).
         out: the search's folder (default: runs/NAME-search). A search in the same folder is continued.
         store: folder of stored artifacts, or the URL of a bucket.

@@ -37,10 +37,11 @@ def cost(bench: Any, system: System) -> tuple[float, float, float]:
     import resource
 
     create_environment(bench.envs, system.environment, bench.options.minutes)
-    folder = bench.files(system.work, "cost") / system.name
+    folder = bench.output_folder(system.work, "cost") / system.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    job = {**bench.job(system, 2), "files": str(folder), "limit": _ROWS}
+    # the store of what is made lies next to the files: removed with them, so that nothing is found there
+    job = {**bench.job(system, 2), "files": str(folder / "files"), "limit": _ROWS}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began, most = time.perf_counter(), 0
     with (folder / "log.txt").open("w", encoding="utf-8") as log:

@@ -28,6 +28,7 @@ SHORTLIST = "-shortlist"
 ONNX = {
     "": {"target": "ort-cpu"},
     "openvino": {"target": "openvino"},
+    "openvino-int8-attention": {"target": "openvino", "attention": "int8"},
     "openvino-bf16": {"target": "openvino", "dtype": "bf16"},
 }
 
@@ -58,7 +59,9 @@ def make(job: Job) -> None:
     limit = (
         None if has_shortlist else job.get("limit", 32)
     )  # it would also limit what the shortlist learns from
-    result = smelt.run(recipe, out=files / "run", limit=limit, quiet=True)
+    # one store for all of a work's artifacts: a quantized model is exported to several targets
+    store = files.parent / ".store"
+    result = smelt.run(recipe, out=files / "run", store=store, limit=limit, quiet=True)
     if result.exit_code:
         raise SystemExit(f"{recipe} ended with {result.exit_code}; see {files / 'run' / 'report.md'}.")
 

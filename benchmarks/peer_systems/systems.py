@@ -28,14 +28,17 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
 COMPILED = ("llamacpp",)
 """Environments whose packages pip compiles for this machine's processor; another one may not run them."""
 
+OPENVINO_INT8, OPENVINO_INT8_BF16 = "int8, OpenVINO fp32", "int8, OpenVINO bf16"
+
 
 @dataclass(frozen=True)
 class System:
     """A row of the table.
 
     environment: a name of `ENVIRONMENTS`, or "smelt" for the Python that runs peers.py.
-    precision: fp32, int8 or int4, with ", shortlist" where the source text restricts the output vocabulary:
-    which artifact of smelt it is set beside. begins_with: the system whose files it makes its own of.
+    precision: fp32, bf16, int8 or int4, with ", shortlist" where the source text restricts the output
+    vocabulary, and with OpenVINO's precision of what int8 does not cover: which artifacts of smelt it is set
+    beside. begins_with: the system whose files it makes its own of.
     artifact: one of smelt's that was made elsewhere.
     """
 
@@ -59,13 +62,16 @@ class System:
 
 
 def _smelt(work: str) -> list[System]:
-    """smelt's: SCHEME in ONNX Runtime, or SCHEME@TARGET. bf16 is set beside fp32, as the peers' is."""
+    """smelt's: SCHEME in ONNX Runtime, or SCHEME@TARGET."""
     variants = {"fp32": "fp32", "int8-dynamic": "int8"}
     if work == "marian":
         variants |= {f"{scheme}-shortlist": f"{kind}, shortlist" for scheme, kind in variants.items()}
     if work in ("bert", "sst2"):
-        variants |= {"int8-static": "int8", "fp32@openvino-bf16": "fp32"}
-        variants |= {"int8-static@openvino": "int8", "int8-static@openvino-bf16": "int8"}
+        variants |= {"int8-static": "int8", "fp32@openvino-bf16": "bf16"}
+        variants |= {
+            f"int8-static@{target}": OPENVINO_INT8 for target in ("openvino", "openvino-int8-attention")
+        }
+        variants |= {"int8-static@openvino-bf16": OPENVINO_INT8_BF16}
     else:
         variants |= {"int4": "int4"}
     return [
@@ -107,14 +113,15 @@ def _optimum(work: str) -> list[System]:
 
 
 def _bert(work: str) -> list[System]:
-    plain = "onnxruntime-fp32"
+    plain, nncf = "onnxruntime-fp32", "openvino-nncf-int8"
     return [
         System(work, plain, "stock", "onnxruntime_worker", "fp32", "fp32"),
         System(work, "onnxruntime-dynamic", "stock", "onnxruntime_worker", "dynamic", "int8", plain),
         System(work, "onnxruntime-static", "stock", "onnxruntime_worker", "static", "int8", plain),
         System(work, "openvino-fp32", "openvino", "openvino_worker", "fp32", "fp32", plain),
-        System(work, "openvino-bf16", "openvino", "openvino_worker", "bf16", "fp32", plain),
-        System(work, "openvino-nncf-int8", "openvino", "openvino_worker", "int8", "int8", plain),
+        System(work, "openvino-bf16", "openvino", "openvino_worker", "bf16", "bf16", plain),
+        System(work, nncf, "openvino", "openvino_worker", "int8-fp32", OPENVINO_INT8, plain),
+        System(work, f"{nncf}-bf16", "openvino", "openvino_worker", "int8-bf16", OPENVINO_INT8_BF16, nncf),
         System(work, "olive-dynamic", "olive", "olive_worker", "dynamic", "int8"),
         System(work, "olive-static", "olive", "olive_worker", "static", "int8"),
     ]

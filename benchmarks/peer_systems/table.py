@@ -66,7 +66,7 @@ def _row(result: Result, results: Sequence[Result]) -> str:
 def fastest_text(results: Sequence[Result]) -> str:
     """Return a sentence on the fastest of the peers and of smelt, by precision and altogether."""
     sentences = []
-    for kind in ("fp32", "fp32, shortlist", "int8", "int8, shortlist", "int4", "any"):
+    for kind in (*dict.fromkeys(one.precision for one in results), "any"):
         candidates = [one for one in results if one.rounds and kind in (one.precision, "any")]
         ours = [one for one in candidates if one.ours]
         theirs = [one for one in candidates if not one.ours]

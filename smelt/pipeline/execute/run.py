@@ -44,6 +44,7 @@ from smelt.pipeline.execute.run_folder import (
 from smelt.pipeline.execute.run_result import Report, Result, write_report
 from smelt.pipeline.execute.sources import make_first_artifact
 from smelt.pipeline.execute.step_runner import recipe_scorer, recipe_step_runner
+from smelt.pipeline.execute.time_limit import TimeLimit
 from smelt.pipeline.execute.trackers import RunTrackers
 from smelt.pipeline.execute.training_processes import TrainingLaunch, external_run
 from smelt.pipeline.inspect.machine import unscored_reason
@@ -78,7 +79,8 @@ class RunOptions:
     compared with the baseline's, and report.md, .html and charts are written besides report.json. fold:
     number and count, of a run of a cross-validation. label: of a run that is part of a search; it is printed
     briefly, each line with the label. turns: of the workers of a search on this machine. executor: the Ray
-    cluster on which steps run, as in `open_cluster`. push_checkpoints: to the remote store.
+    cluster on which steps run, as in `open_cluster`. push_checkpoints: to the remote store. time_limit:
+    checked before each step and before latency is measured; the run then ends as if it was interrupted.
     """
 
     out: Path | None = None
@@ -98,6 +100,7 @@ class RunOptions:
     store_cache: Path | None = None
     executor: str | None = None
     push_checkpoints: bool = False
+    time_limit: TimeLimit | None = None
 
 
 def run_plan(plan: Plan, options: RunOptions) -> Result:
@@ -208,6 +211,7 @@ class _PlanRunner:
             with rust_panics_as_errors(), self._step_turn():
                 self._import_model()
             for step in self.plan.steps:
+                self._check_time_limit()
                 self._run_step(step)
             self._report_previous_steps()
             if self.options.fold is None:
@@ -216,6 +220,7 @@ class _PlanRunner:
                 if self.options.pages:
                     self._compare_with_baseline()
                 if self.options.timed:
+                    self._check_time_limit()
                     self._measure_latency()
                 self.report.judge_gates()
                 if self.options.on_test:
@@ -246,6 +251,11 @@ class _PlanRunner:
         status_text = "" if self.report.status == "passed" else f": {self.report.status}"
         self.display.print_line(f"Finished in {duration_text(time.monotonic() - start_time)}{status_text}")
         return Result(Report(self.report.data), self.folder, not_copied)
+
+    def _check_time_limit(self) -> None:
+        limit = self.options.time_limit
+        if limit is not None and limit.is_over():
+            raise KeyboardInterrupt
 
     def _finish_trackers(self) -> None:
         """Log the report to the trackers; if one fails, the report gets the warning."""

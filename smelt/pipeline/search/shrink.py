@@ -68,9 +68,9 @@ class ShrinkOptions:
 
     targets: as texts, see `parse_target`; empty: as fast as possible. max_degradations: as texts, see
     `parse_max_degradation`; empty: 1 point of the main metric. time_limit_minutes: time for measuring and
-    trials of a call, checked before each trial; a running trial is finished, and the scores on test come
-    after it. task, columns, languages: as for `smelt init`. out: the folder (default: runs/NAME-shrink).
-    store: as for a run.
+    trials of a call, checked before each step of a trial, except the first trial, which is finished; the
+    scores on test come after it. task, columns, languages: as for `smelt init`. out: the folder (default:
+    runs/NAME-shrink). store: as for a run.
     """
 
     targets: tuple[str, ...] = ()

@@ -75,7 +75,9 @@ class SearchSettings(Settings):
     )
     trials: int | None = Field(default=None, ge=1, le=100_000, description="trials at most")
     time_limit_minutes: float | None = Field(
-        default=None, gt=0, description="time limit; a running trial is finished"
+        default=None,
+        gt=0,
+        description="time limit; a running trial ends after its current step, the first trial is finished",
     )
 
 

@@ -32,6 +32,7 @@ from smelt.core.messages import Message, warning, with_count
 from smelt.pipeline.execute.ray_cluster import RayCluster, open_cluster
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store, default_store
+from smelt.pipeline.execute.time_limit import TimeLimit
 from smelt.pipeline.recipe.recipe import SPEED_METRICS
 from smelt.pipeline.search.space import COSTS, Sampler, SearchSpace, grid_points
 from smelt.pipeline.search.storage import GRACE_S, StudyStorage, lost_trials
@@ -53,6 +54,10 @@ _MAX_FIRST_FAILURES = 5  # a search whose first trials all fail has an error tha
 _RUNG_FACTOR = 4  # each part of the samples is this many times as large as the one before
 _MIN_RUNG = 32  # samples; intervals of fewer stop no trial
 _MAX_POINTS = 12  # of the front, scored on test
+
+
+class TimeOverError(Exception):
+    """The time limit of a search ended a trial before it was measured."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Search:
         self.baseline = space.plan.recipe.baseline
         self.storage = StudyStorage(options.storage, self.folder, space.path.stem, self._warn)
         self.queue = TrialQueue(space, self.storage, self.trials, self.seed)
+        self.clock = time.monotonic  # seconds
+        self._deadline: float | None = None  # of `clock`, once `run` has begun
         self._turns = MachineTurns(self.folder / "running")
         self._report: Callable[[str], None] | None = None
 
@@ -111,14 +118,13 @@ class Search:
         """
         self._report = report
         self._prepare()
-        deadline = (
-            None if self.time_limit_minutes is None else time.monotonic() + 60 * self.time_limit_minutes
-        )
+        minutes = self.time_limit_minutes
+        self._deadline = None if minutes is None else self.clock() + 60 * minutes
         if self.options.executor is None:
-            return self._run_trials(deadline, threading.Event())
-        return self._run_on_cluster(open_cluster(self.options.executor), deadline)
+            return self._run_trials(threading.Event())
+        return self._run_on_cluster(open_cluster(self.options.executor))
 
-    def _run_on_cluster(self, cluster: RayCluster, ends: float | None) -> str:
+    def _run_on_cluster(self, cluster: RayCluster) -> str:
         """Run as many trials at once as the cluster has room for their steps, each in a thread."""
         assert self.space.plan is not None
         recipe = self.space.plan.recipe
@@ -128,7 +134,7 @@ class Search:
         self.print_line(f"{with_count(count, 'trial')} at once on {with_count(len(cluster.nodes()), 'node')}")
         stop_event = threading.Event()
         with ThreadPoolExecutor(count, thread_name_prefix="smelt-trial") as pool:
-            workers = [pool.submit(self._run_trials, ends, stop_event) for _ in range(count)]
+            workers = [pool.submit(self._run_trials, stop_event) for _ in range(count)]
             try:
                 end_reasons = [worker.result() for worker in as_completed(workers)]
             except BaseException as error:
@@ -139,7 +145,7 @@ class Search:
                 raise
         return "interrupted" if "interrupted" in end_reasons else end_reasons[0]
 
-    def _run_trials(self, ends: float | None, stopped: threading.Event) -> str:
+    def _run_trials(self, stopped: threading.Event) -> str:
         """Run trials one after the other, until `stopped`; return why it ended."""
         from optuna.exceptions import UpdateFinishedTrialError
 
@@ -148,7 +154,7 @@ class Search:
         while True:
             if stopped.is_set():
                 return "interrupted"
-            if ends is not None and time.monotonic() >= ends:
+            if self._deadline is not None and self.clock() >= self._deadline:
                 return "time"
             with ExitStack() as stack:
                 trial = self.queue.ask(study, stack)
@@ -167,6 +173,10 @@ class Search:
                 try:
                     result = self._run_trial(trial)
                     self.queue.tell(study, trial, result)
+                except TimeOverError:
+                    self.queue.abandon(study, trial.number)
+                    self.print_line(f"trial {trial.number}: not finished: the time limit ended it")
+                    return "time"
                 except KeyboardInterrupt:
                     self.queue.abandon(study, trial.number)
                     return "interrupted"
@@ -175,6 +185,12 @@ class Search:
                     continue
                 self.print_line(self.trial_text(Trial(trial.number, trial.params, result)))
                 self._require_success(study)
+
+    def _trial_limit(self) -> TimeLimit | None:
+        """Return the time limit of a trial that starts; the first one has none, so that there is a result."""
+        if self._deadline is None or not self.finished_trials():
+            return None
+        return TimeLimit(self._deadline, self.clock)
 
     def try_first(self, point: Mapping[str, Any]) -> None:
         """Try `point`, the value of each parameter, before all others; nothing if the search has begun."""
@@ -357,10 +373,15 @@ class Search:
         return replace(result, seconds=time.monotonic() - start_time)
 
     def _measure(self, trial: optuna.Trial) -> TrialResult:
-        """Build the trial's artifacts and measure them, cheap things first."""
+        """Build the trial's artifacts and measure them, cheap things first.
+
+        Raises:
+            TimeOverError: the time limit ended it; what was built is stored.
+        """
         plan = self.space.plan_at(trial.params)
         name = f"trial {trial.number}"
         options = self._run_options(self.folder / "trials" / f"trial-{trial.number:04d}", label=name)
+        options = replace(options, time_limit=self._trial_limit())
         report = self._run(plan, replace(options, scored=False))
         steps = [step for step in report["steps"] if step["name"] != "model"]
         result = TrialResult(
@@ -371,14 +392,10 @@ class Search:
             size_bytes=self._leaf_of(report)["size_bytes"],
             values=self._values(self._leaf_of(report)),
         )
-        limit = self.space.constraints.get("size_bytes")
-        if (
-            limit is not None
-            and limit.max is not None
-            and result.size_bytes
-            and result.size_bytes > limit.max
-        ):
-            return replace(result, violations={"size_bytes": result.size_bytes - limit.max})
+        size_gate = self.space.constraints.get("size_bytes")
+        max_size = None if size_gate is None else size_gate.max
+        if max_size is not None and result.size_bytes and result.size_bytes > max_size:
+            return replace(result, violations={"size_bytes": result.size_bytes - max_size})
         options = replace(options, only=frozenset({self.space.leaf}), timed=False)
         for num_samples in self._rungs():
             leaf = self._leaf_of(self._run(plan, replace(options, score_limit=num_samples)))
@@ -435,10 +452,13 @@ class Search:
 
         Raises:
             RunError: a step failed.
+            TimeOverError: the time limit ended the run.
             KeyboardInterrupt: the user stopped the run.
         """
         report = run_plan(plan, options).report
         if report["status"] == "interrupted":
+            if options.time_limit is not None and options.time_limit.ended_run:
+                raise TimeOverError
             raise KeyboardInterrupt
         if report["status"] == "error":
             step = next(step for step in report["steps"] if step["error"])

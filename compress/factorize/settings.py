@@ -133,11 +133,7 @@ class FactorizeSettings(Settings):
                 "frequency_weighted has no effect without targets: [embeddings]; remove it",
                 code="unused-setting",
             )
-        unused = (
-            sorted(self.model_fields_set.intersection(_LAYER_SETTINGS))
-            if self.of_embeddings
-            else []
-        )
+        unused = sorted(self.model_fields_set.intersection(_LAYER_SETTINGS)) if self.of_embeddings else []
         if unused:
             raise SettingError(
                 f"{' and '.join(unused)}: applies only to linear layers; for embeddings set rank,"

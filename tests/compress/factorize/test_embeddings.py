@@ -109,7 +109,9 @@ def test_missing_samples_disable_frequency_weighting_with_warning(tmp_path):
     assert torch.equal(*(harness.logits(model) for model, _ in results.values()))
     assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"]), ["train"]) == {"train"}
     assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"])) == frozenset()
-    assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"], frequency_weighted=True)) == {"train"}
+    assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"], frequency_weighted=True)) == {
+        "train"
+    }
 
 
 def _counted_by_hand(model, space):

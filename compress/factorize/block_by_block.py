@@ -34,7 +34,7 @@ from smelt.stage import Context
 
 def can_factorize_blockwise(settings: FactorizeSettings) -> bool:
     """Return whether the factors of each layer depend on that layer and its inputs only."""
-    return settings.targets == "layers" and settings.parameter_budget is None and settings.method != "fwsvd"
+    return not settings.of_embeddings and settings.parameter_budget is None and settings.method != "fwsvd"
 
 
 def are_all_in_blocks(model: Any, names: Sequence[str]) -> bool:

@@ -108,7 +108,7 @@ def _embedding_groups(model: Any) -> list[tuple[list[str], list[str]]]:
             continue
         if not is_embedding_table(table):
             raise InputError(
-                f"factorize: targets: embeddings: {names[table][0]} is"
+                f"factorize: targets: [embeddings]: {names[table][0]} is"
                 f" {with_article(type(table).__name__)}, not an unmodified embedding. Factorize"
                 " the embeddings before other stages that change them.",
                 code="embedding-changed",

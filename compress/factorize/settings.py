@@ -31,9 +31,10 @@ _LAYER_SETTINGS = (
 class FactorizeSettings(Settings):
     """Settings of `factorize`: at most one of energy (default 0.95), rank, keep_ratio, parameter_budget."""
 
-    targets: Literal["layers", "embeddings"] = Field(
-        default="layers",
-        description="linear layers and convolutions, or the token embedding",
+    targets: list[Literal["layers", "embeddings"]] = Field(
+        default=["layers"],
+        min_length=1,
+        description="linear layers and convolutions, or the token embedding: one per step",
     )
     frequency_weighted: bool | None = Field(
         default=None,
@@ -122,16 +123,17 @@ class FactorizeSettings(Settings):
 
     @model_validator(mode="after")
     def _check_targets(self) -> FactorizeSettings:
-        if self.targets == "layers" and self.frequency_weighted is not None:
+        if {*self.targets} == {"layers", "embeddings"}:
             raise SettingError(
-                "frequency_weighted has no effect without targets: embeddings; remove it",
+                "targets: layers and embeddings need different ranks. Write two steps, one for each",
+                code="settings-conflict",
+            )
+        if not self.of_embeddings and self.frequency_weighted is not None:
+            raise SettingError(
+                "frequency_weighted has no effect without targets: [embeddings]; remove it",
                 code="unused-setting",
             )
-        unused = (
-            sorted(self.model_fields_set.intersection(_LAYER_SETTINGS))
-            if self.targets == "embeddings"
-            else []
-        )
+        unused = sorted(self.model_fields_set.intersection(_LAYER_SETTINGS)) if self.of_embeddings else []
         if unused:
             raise SettingError(
                 f"{' and '.join(unused)}: applies only to linear layers; for embeddings set rank,"
@@ -143,11 +145,16 @@ class FactorizeSettings(Settings):
     def to_report(self) -> dict[str, Any]:
         """Return the settings for a report, without unused ones."""
         unused: set[str] = set()
-        if self.targets == "embeddings":
+        if self.of_embeddings:
             unused.update(_LAYER_SETTINGS)
         elif self.parameter_budget is None:
             unused.add("objective")
         return {name: value for name, value in super().to_report().items() if name not in unused}
+
+    @property
+    def of_embeddings(self) -> bool:
+        """Whether the token embedding is factorized, instead of layers."""
+        return "embeddings" in self.targets
 
     @property
     def for_convolutions(self) -> bool:
@@ -157,7 +164,7 @@ class FactorizeSettings(Settings):
     @property
     def needs_calibration(self) -> bool:
         """Whether the method needs calibration samples."""
-        if self.targets == "embeddings":
+        if self.of_embeddings:
             return bool(self.frequency_weighted)
         return self.method in CALIBRATED_METHODS or (
             self.parameter_budget is not None and self.objective == "sensitivity"

@@ -39,7 +39,7 @@ class Factorize(Stage[FactorizeSettings]):
     Runtime's int8: r (m + n) < 0.9 m n - 5,000 in an encoder, < 0.9 m n - 100,000 in a decoder, which
     computes one token per step. With optimize_for: size it is kept unless r < m n / (m + n). The
     report lists kept layers and the reasons. parameter_budget distributes ranks over all layers. With
-    targets: embeddings the token embedding becomes a thin table and a linear layer; a tied output
+    targets: [embeddings] the token embedding becomes a thin table and a linear layer; a tied output
     layer uses the same table.
 
     Convolutions are factorized by Tucker-2 (1 x 1 convolution, a smaller kernel, 1 x 1 convolution)
@@ -47,7 +47,7 @@ class Factorize(Stage[FactorizeSettings]):
     the rank above noise. One is kept unless its operations (or weights) decrease. Recover quality
     with distill.
 
-        - factorize: {targets: embeddings, rank: 128}
+        - factorize: {targets: [embeddings], rank: 128}
         - factorize: {parameter_budget: 0.7, optimize_for: size}
         - factorize: {method: svd, keep_ratio: 0.6, include: ["*.fc1", "*.fc2"]}
         - factorize: {method: tucker, keep_ratio: 0.5}    # convolutions
@@ -80,7 +80,7 @@ class Factorize(Stage[FactorizeSettings]):
     def needs_with(cls, settings: FactorizeSettings, available: Collection[str] = ()) -> frozenset[Need]:
         """Return the data that the step needs: calibration data, else training data, if it uses samples."""
         has_samples = bool({"calibration", "train"} & set(available))
-        counts = settings.targets == "embeddings" and settings.frequency_weighted is None and has_samples
+        counts = settings.of_embeddings and settings.frequency_weighted is None and has_samples
         if not settings.needs_calibration and not counts:
             return frozenset()
         return frozenset({"calibration"} if "calibration" in available else {"train"})
@@ -101,10 +101,10 @@ class Factorize(Stage[FactorizeSettings]):
         from smelt.models.families.registry import find_family, no_blocks_reason
 
         family, reason = find_family(config), no_blocks_reason(config)
-        if family is not None and family.is_user_module and settings.targets == "layers":
+        if family is not None and family.is_user_module and not settings.of_embeddings:
             return _user_module_errors(settings, config), config
         if (
-            settings.targets == "embeddings"
+            settings.of_embeddings
             and family is not None
             and (family.input_kind != "texts" or family.is_user_module)
         ):
@@ -122,13 +122,13 @@ class Factorize(Stage[FactorizeSettings]):
     @classmethod
     def estimate_size(cls, settings: FactorizeSettings, inputs: SizeInputs) -> StepSize:
         """Return the estimated sizes of the step."""
-        streamed = settings.targets == "layers" and settings.parameter_budget is None and not inputs.is_gpu
+        streamed = not settings.of_embeddings and settings.parameter_budget is None and not inputs.is_gpu
         streamed = streamed and settings.method in ("svd", "whitened-svd", "asvd")
         ratio = settings.keep_ratio or settings.parameter_budget or _USUAL_RATIO
-        result = inputs.result if settings.targets == "embeddings" else inputs.result.scaled_blocks(ratio)
+        result = inputs.result if settings.of_embeddings else inputs.result.scaled_blocks(ratio)
         size = one_shot_size(inputs, result=result, streamed=streamed)
         by_tokens = settings.calibration_samples is None and settings.needs_calibration
-        by_tokens = by_tokens and settings.targets == "layers" and settings.method != "fwsvd"
+        by_tokens = by_tokens and not settings.of_embeddings and settings.method != "fwsvd"
         return replace(size, calibration_tokens=inputs.source.calibration_tokens) if by_tokens else size
 
     def __call__(self, src: Artifact, settings: FactorizeSettings, ctx: Context) -> None:
@@ -164,7 +164,7 @@ class Factorize(Stage[FactorizeSettings]):
         for error in self.check_model(settings, model.config.to_dict())[0]:
             raise InputError(f"factorize: {error.message}", code=error.code, setting=error.setting)
         ctx.details["parameters_before"] = count_stored_parameters(model)
-        if settings.targets == "embeddings":
+        if settings.of_embeddings:
             from smelt.compress.factorize.embeddings import factorize_embeddings
 
             factorize_embeddings(model, edits, src, settings, ctx)

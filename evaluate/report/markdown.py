@@ -102,7 +102,7 @@ def _header_section(report: ReportData) -> Markdown:
     fact_line = Markdown("- {}: **{}**, {}")
     facts = [fact_line.format(fact.label, fact.value, fact.rest) for fact in verdict_facts(report)]
     lines = [
-        Markdown("# {}: {}").format(view.report_title(report), report.status),
+        Markdown("# {}: {}").format(view.report_title(report), view.status_text(report)),
         *(Markdown("**{}**").format(line) for line in headlines(report)),
         *([_join_lines(facts)] if facts else []),
         *(Markdown.escape(message) for message in (report.verdict.warnings if report.verdict else ())),

@@ -103,6 +103,12 @@ def report_title(report: ReportData) -> str:
     return str(report.recipe.get("name") or model_name(report))
 
 
+def status_text(report: ReportData) -> str:
+    """Return the status of the run; without gates nothing was passed: "finished"."""
+    has_gates = any(step.gates or (step.test and step.test.gates) for step in report.steps)
+    return "finished" if report.status == "passed" and not has_gates else report.status
+
+
 def model_name(report: ReportData) -> str:
     """Return the model of the recipe: a name, or the last part of a path."""
     model = report.recipe.get("model")

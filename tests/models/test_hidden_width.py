@@ -131,7 +131,7 @@ def test_low_rank_and_shared_layers_are_narrowed_once(tmp_path):
         ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
     ).out
     thin = every_family.run_stage(
-        Factorize(), FactorizeSettings(targets="embeddings", rank=12), shared, "marian", tmp_path / "thin"
+        Factorize(), FactorizeSettings(targets=["embeddings"], rank=12), shared, "marian", tmp_path / "thin"
     ).out
     model, edits = load_model(thin)
     edits = write_width_to_config(model, edits, prune_hidden_width(model, _kept(model)))

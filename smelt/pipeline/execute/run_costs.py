@@ -172,6 +172,8 @@ def cost_lines(costs: PlanCosts) -> list[str]:
         ("this machine, free", "", _size(costs.limits.free_bytes), _size(costs.limits.disk_bytes), "")
     )
     lines = [_COLUMNS.format(*row).rstrip() for row in rows]
+    if any(step.source == "unknown" for step in costs.steps if step.name != MODEL_STEP):
+        lines.append("?           no similar step of an earlier run on this machine is in the store")
     for message in costs.messages:
         if message.severity != "error":
             lines += textwrap.wrap(f"{message.severity:11} {message}", 80, subsequent_indent=" " * 12)

@@ -28,7 +28,7 @@ from tests.support.pairs.matrix import matrix_cells
 
 def thin(family, out, layers=3, **settings):
     """A model of a family with its embedding as a pair, and what the step said."""
-    chosen = FactorizeSettings(targets="embeddings", **{"frequency_weighted": False} | settings)
+    chosen = FactorizeSettings(targets=["embeddings"], **{"frequency_weighted": False} | settings)
     ctx = every_family.run_stage(
         Factorize(), chosen, every_family.model_with_layers(family, layers), family, out
     )
@@ -89,7 +89,7 @@ def test_all_samples_are_counted_unless_calibration_samples_is_set(tmp_path):
     rows = [Example(tiny.SENTENCES[i % len(tiny.SENTENCES)], ("x",)) for i in range(300)]
     data = {"train": Split("rows", tuple(rows))}
     for more, counted in (({}, 300), ({"calibration_samples": 40}, 40)):
-        settings = FactorizeSettings(targets="embeddings", rank=7, **more)
+        settings = FactorizeSettings(targets=["embeddings"], rank=7, **more)
         out = tmp_path / str(counted)
         ctx = harness.run_stage(
             Factorize(), settings, tiny.write_marian(tmp_path / f"m{counted}"), out, data=data
@@ -101,15 +101,17 @@ def test_missing_samples_disable_frequency_weighting_with_warning(tmp_path):
     source = every_family.model_with_layers("bert", 3)
     results = {}
     for name, settings in (("unsaid", {}), ("meant", {"frequency_weighted": False})):
-        chosen = FactorizeSettings(targets="embeddings", rank=7, **settings)
+        chosen = FactorizeSettings(targets=["embeddings"], rank=7, **settings)
         ctx = harness.run_stage(Factorize(), chosen, source, tmp_path / name, "text-classification", {})
         results[name] = load_model(ctx.out)[0], ctx.warnings
     assert "no-calibration-data" in message_codes(results["unsaid"][1])
     assert not results["meant"][1]
     assert torch.equal(*(harness.logits(model) for model, _ in results.values()))
-    assert Factorize.needs_with(FactorizeSettings(targets="embeddings"), ["train"]) == {"train"}
-    assert Factorize.needs_with(FactorizeSettings(targets="embeddings")) == frozenset()
-    assert Factorize.needs_with(FactorizeSettings(targets="embeddings", frequency_weighted=True)) == {"train"}
+    assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"]), ["train"]) == {"train"}
+    assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"])) == frozenset()
+    assert Factorize.needs_with(FactorizeSettings(targets=["embeddings"], frequency_weighted=True)) == {
+        "train"
+    }
 
 
 def _counted_by_hand(model, space):
@@ -190,7 +192,7 @@ def _size(model, axis):
 # 54 x 32: below 20.1; 299 x 64, which is the head too: below 44.8, and not 52.7
 @pytest.mark.parametrize(("family", "rank"), [("bert", 21), ("gpt2", 46)])
 def test_embedding_is_kept_when_rank_saves_nothing(family, rank, tmp_path):
-    settings = FactorizeSettings(targets="embeddings", rank=rank, frequency_weighted=False)
+    settings = FactorizeSettings(targets=["embeddings"], rank=rank, frequency_weighted=False)
     source = every_family.model_with_layers(family, 3)
     ctx = every_family.run_stage(Factorize(), settings, source, family, tmp_path / "out")
     (warning,) = ctx.details["left_alone"].values()
@@ -213,7 +215,7 @@ def test_energy_and_keep_ratio_determine_embedding_rank(tmp_path):
 
 def test_factorized_embedding_is_skipped_with_warning(tmp_path):
     _, ctx = thin("bert", tmp_path / "out", rank=9)
-    settings = FactorizeSettings(targets="embeddings", rank=4)
+    settings = FactorizeSettings(targets=["embeddings"], rank=4)
     second_ctx = every_family.run_stage(Factorize(), settings, ctx.out, "bert", tmp_path / "again")
     assert table_of(harness.load_output_model(second_ctx)).rank == 9
     (warning,) = (message for message in second_ctx.warnings if message.code == "already-factorized")
@@ -221,8 +223,8 @@ def test_factorized_embedding_is_skipped_with_warning(tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "named"), [
-    ({"targets": "embeddings", "method": "svd", "optimize_for": "size"}, "method and optimize_for"),
-    ({"targets": "embeddings", "parameter_budget": 0.5}, "parameter_budget"),
+    ({"targets": ["embeddings"], "method": "svd", "optimize_for": "size"}, "method and optimize_for"),
+    ({"targets": ["embeddings"], "parameter_budget": 0.5}, "parameter_budget"),
     ({"frequency_weighted": False}, "frequency_weighted"),
 ])  # fmt: skip
 def test_unused_embedding_settings_are_rejected(settings, named):
@@ -231,8 +233,13 @@ def test_unused_embedding_settings_are_rejected(settings, named):
     assert caught.value.errors()[0]["msg"].startswith(f"Value error, {named}")
 
 
+def test_layers_and_embeddings_in_one_step_are_rejected():
+    with raises_setting_codes("settings-conflict"):
+        FactorizeSettings(targets=["embeddings", "layers"])
+
+
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 def test_embeddings_target_is_rejected_for_image_models(family):
-    settings = FactorizeSettings(targets="embeddings", rank=4)
+    settings = FactorizeSettings(targets=["embeddings"], rank=4)
     (error,), _ = Factorize.check_model(settings, {"model_type": family})
     assert (error.setting, error.code) == ("targets", "does-not-fit-model")

@@ -104,7 +104,7 @@ def test_low_rank_and_shared_layers_are_masked_once(tmp_path):
         ShareWeights(), ShareWeightsSettings(groups=1), source, "marian", tmp_path / "shared"
     ).out
     thin = every_family.run_stage(
-        Factorize(), FactorizeSettings(targets="embeddings", rank=12), shared, "marian", tmp_path / "thin"
+        Factorize(), FactorizeSettings(targets=["embeddings"], rank=12), shared, "marian", tmp_path / "thin"
     ).out
     pairs = every_family.run_stage(
         Factorize(), FactorizeSettings(optimize_for="size", rank=6), thin, "marian", tmp_path / "pairs"

@@ -16,6 +16,7 @@ from smelt.evaluate.report.view import (
     p_value_text,
     signed_text,
     significant_digits,
+    status_text,
     tree_rows,
 )
 from tests.support.standins.sample_report import HtmlOutline, ten_step_report
@@ -42,6 +43,18 @@ def test_tree_draws_branches_and_does_not_indent_chains(report):
         "   │  engine",
         "   └─ openvino",
     ]
+
+
+def test_run_without_gates_is_finished_not_passed(report):
+    """A page that recommends nothing must not say "passed"."""
+    report["status"] = "passed"
+    assert status_text(validate_report(report)) == "passed"
+    for step in report["steps"]:
+        step["gates"] = []
+        step.get("test", {})["gates"] = []
+    assert status_text(validate_report(report)) == "finished"
+    report["status"] = "interrupted"
+    assert status_text(validate_report(report)) == "interrupted"
 
 
 @pytest.mark.parametrize(

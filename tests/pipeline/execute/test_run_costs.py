@@ -83,6 +83,12 @@ def test_stored_steps_cost_nothing_and_other_times_are_measured_or_unknown(home)
     assert steps["prune"].seconds == pytest.approx(record.seconds)
 
 
+@pytest.mark.parametrize(("until", "explained"), [("prune", 0), ("factorize", 1)])
+def test_plan_explains_unknown_times_only_if_there_are_some(home, until, explained):
+    costs = plan_costs(load_plan(home / "recipe.yaml", until=until), home / "runs" / "r")
+    assert sum(line.startswith("?") for line in cost_lines(costs)) == explained
+
+
 def test_plan_shows_default_calibration_tokens(home):
     tokens = []
     for samples in ("null", "4"):

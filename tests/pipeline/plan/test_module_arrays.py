@@ -118,7 +118,7 @@ def test_folder_of_calls_is_refused(tmp_path):
     ("distill: {losses: {hidden_states: 1.0}}", "does-not-fit-task"),
     ("distill: {cache_logits: {}}", "does-not-fit-task"),
     ("distill: {losses: {hidden_states: 1.0}, layer_map: {network.strt: network.end}}", "unknown-module"),
-    ("factorize: {targets: embeddings}", "does-not-fit-model"),
+    ("factorize: {targets: [embeddings]}", "does-not-fit-model"),
     ("sparsify: {targets: [ffn]}", "does-not-fit-model"),
 ])  # fmt: skip
 def test_stages_that_do_not_fit_are_refused(stage, code, tmp_path):

@@ -148,7 +148,7 @@ def test_other_tasks_are_refused(folder):
     ("cnn", "prune: {keep_ratio: 0.5}"), ("cnn", "prune: {targets: [width]}"), ("cnn", "rotate"),
     ("cnn", "drop-layers: {layers: 1}"), ("cnn", "share-weights: {layers_per_group: 2}"),
     ("cnn", "sparsify"), ("mixer", "sparsify: {targets: [ffn]}"), ("cnn", "factorize"),
-    ("cnn", "factorize: {targets: embeddings}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
+    ("cnn", "factorize: {targets: [embeddings]}"), ("cnn", "quantize: {scheme: int8-static, method: gptq}"),
     ("mixer", "quantize: {scheme: int4, method: awq}"),
     ("mixer", "quantize: {scheme: int8-static, smoothquant_alpha: 0.5}"),
     ("mixer", "quantize: {mixed_precision: {target_bits: 5}}"), ("mixer", "finetune: {lora: {r: 2}}"),

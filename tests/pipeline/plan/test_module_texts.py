@@ -44,7 +44,7 @@ def test_module_or_tokenizer_that_does_not_fit_is_refused(function, model, code,
 
 
 @pytest.mark.parametrize(("stage", "code"), [
-    ("trim-vocabulary", "does-not-fit-model"), ("factorize: {targets: embeddings}", "does-not-fit-model"),
+    ("trim-vocabulary", "does-not-fit-model"), ("factorize: {targets: [embeddings]}", "does-not-fit-model"),
     ("prune: {targets: [heads]}", "does-not-fit-model"), ("drop-layers: {layers: 1}", "does-not-fit-model"),
     ("finetune: {lora: {r: 2}}", "does-not-fit-model"),
     ("share-weights: {targets: [embeddings]}", "does-not-fit-model"),

@@ -41,7 +41,8 @@ REPORTED_SETTINGS = [
     *((stage_name, {}) for stage_name in STAGE_CLASSES), ("prune", {"targets": ["width"]}),
     ("prune", {"targets": ["channels"]}), ("prune", {"targets": ["channels"], "reconstruct": False}),
     ("prune", {"budget": {"flops": 0.5}}), ("prune", {"keep_ratio": {"heads": 0.5, "ffn": 0.5}}),
-    ("factorize", {"targets": "embeddings", "rank": 8}), ("factorize", {"method": "tucker", "rank": "vbmf"}),
+    ("factorize", {"targets": ["embeddings"], "rank": 8}),
+    ("factorize", {"method": "tucker", "rank": "vbmf"}),
     ("factorize", {"parameter_budget": 0.5}), ("sparsify", {"pattern": "2:4"}),
     ("quantize", {"mixed_precision": {"target_bits": 4.5}, "method": "gptq"}),
     ("quantize", {"scheme": "int4", "method": "autoround"}),
@@ -66,7 +67,7 @@ def test_reported_settings_round_trip(stage_name: str, options: dict[str, Any]) 
 
 def test_embedding_report_does_not_limit_calibration_samples() -> None:
     settings = load_stage("factorize").settings_type
-    values = {"targets": "embeddings", "rank": 8}
+    values = {"targets": ["embeddings"], "rank": 8}
     assert settings.model_validate(values).to_report()["calibration_samples"] is None
     assert (
         settings.model_validate(values | {"calibration_samples": 9}).to_report()["calibration_samples"] == 9

@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
     "prune bert, not compensated": Case("prune", "bert", HALF_OF_UNITS | {"reconstruct": False}),
     "sparsify bert": Case("sparsify", "bert"),
     "sparsify marian, wanda 2:4": Case("sparsify", "marian", {"method": "wanda", "pattern": "2:4"}),
-    "factorize marian, embeddings": Case("factorize", "marian", {"targets": "embeddings", "rank": 7}),
+    "factorize marian, embeddings": Case("factorize", "marian", {"targets": ["embeddings"], "rank": 7}),
     "factorize marian, one budget": Case(
         "factorize",
         "marian",

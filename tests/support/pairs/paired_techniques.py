@@ -147,7 +147,7 @@ TECHNIQUES: dict[str, Technique] = {
         usable_on=("qwen3", 1)),
     "factorize": Technique("factorize", {"rank": 12, "optimize_for": "size", **FEW_SAMPLES}, True,
         usable_on=("gpt2", 1)),
-    "factorize-embeddings": Technique("factorize", {"targets": "embeddings", "rank": 12}, True,
+    "factorize-embeddings": Technique("factorize", {"targets": ["embeddings"], "rank": 12}, True,
         usable_on=("marian", 1)),
     "tucker": Technique("factorize", {"method": "tucker", "keep_ratio": 0.5}, True),
     "share": Technique("share-weights", {}, True, usable_on=("mistral", 2)),

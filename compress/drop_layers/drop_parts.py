@@ -71,8 +71,11 @@ class LayerPart:
         return parts[self.index].with_prefix(self.block.module_path)
 
     @property
-    def output_layer(self) -> str:
-        """The dotted name of the part's last linear layer."""
+    def output(self) -> str:
+        """The dotted name of the module whose output is added: the last linear layer, or the norm after it."""
+        norms = self.block.stack.stream.output_norms
+        if norms:
+            return f"{self.block.module_path}.{norms[self.index]}"
         return self.structure.linear_layers[-1]
 
     @property
@@ -190,11 +193,11 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
         return hook
 
     handles = [block.module.register_forward_pre_hook(enter(block.module_path)) for block in blocks_of(model)]
-    output_layers = {
-        model.get_submodule(part.output_layer): part.block.stack.stream.pre_norm for part in parts
+    outputs = {
+        model.get_submodule(part.output): part.block.stack.stream.pre_norm for part in parts
     }
-    for layer, is_pre_norm in output_layers.items():
-        handles.append(layer.register_forward_hook(end if is_pre_norm else keep))
+    for module, is_pre_norm in outputs.items():
+        handles.append(module.register_forward_hook(end if is_pre_norm else keep))
     for part in parts:
         make = begin if part.block.stack.stream.pre_norm else summed
         handles.append(model.get_submodule(part.norm).register_forward_pre_hook(make(part)))

@@ -153,9 +153,9 @@ def without_parts(model: Any, parts: Sequence[LayerPart], removed: Collection[La
 def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) -> Iterator[None]:
     """Call `callback` for each part whenever it computes; a returned tensor replaces the part's output.
 
-    Linear layers and norms may be shared by several blocks: so the part is identified by the block that
-    computes, and by the norm, which computes right before the linear layer (pre-norm) or right after it
-    (post-norm).
+    Linear layers and norms may be shared by several blocks, and a norm by parallel parts: so the part is
+    identified by the block that computes, and by the norm and the output, which computes after the norm
+    (pre-norm) or right before it (post-norm).
     """
     state: dict[str, Any] = {}
 
@@ -168,15 +168,19 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
     def begin(part: LayerPart) -> Callable[..., None]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> None:
             if state["block"] == part.block.module_path:
-                state["part"], state["x"] = part, inputs[0]
+                state[part.output] = part, inputs[0]
 
         return hook
 
-    def end(_: Any, inputs: Any, result: Any) -> Any:
-        if "part" not in state:
-            return None
-        replacement = callback(state.pop("part"), state.pop("x"), result)
-        return None if replacement is None else replacement.expand_as(result)
+    def end(names: Collection[str]) -> Callable[..., Any]:
+        def hook(_: Any, inputs: Any, result: Any) -> Any:
+            name = next((name for name in names if name in state), None)
+            if name is None:
+                return None
+            replacement = callback(*state.pop(name), result)
+            return None if replacement is None else replacement.expand_as(result)
+
+        return hook
 
     def keep(_: Any, inputs: Any, result: Any) -> None:
         state["added"] = result
@@ -193,11 +197,12 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
         return hook
 
     handles = [block.module.register_forward_pre_hook(enter(block.module_path)) for block in blocks_of(model)]
-    outputs = {
-        model.get_submodule(part.output): part.block.stack.stream.pre_norm for part in parts
-    }
-    for module, is_pre_norm in outputs.items():
-        handles.append(module.register_forward_hook(end if is_pre_norm else keep))
+    names: dict[Any, list[str]] = {}
+    for part in parts:
+        names.setdefault(model.get_submodule(part.output), []).append(part.output)
+    pre_norm = {part.output: part.block.stack.stream.pre_norm for part in parts}
+    for module, outputs in names.items():
+        handles.append(module.register_forward_hook(end(outputs) if pre_norm[outputs[0]] else keep))
     for part in parts:
         make = begin if part.block.stack.stream.pre_norm else summed
         handles.append(model.get_submodule(part.norm).register_forward_pre_hook(make(part)))

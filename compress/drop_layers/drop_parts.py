@@ -72,7 +72,7 @@ class LayerPart:
 
     @property
     def output(self) -> str:
-        """The dotted name of the module whose output is added: the last linear layer, or the norm after it."""
+        """The dotted name of the module whose output is added: its last layer, or the norm after that."""
         norms = self.block.stack.stream.output_norms
         if norms:
             return f"{self.block.module_path}.{norms[self.index]}"
@@ -177,7 +177,8 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
             name = next((name for name in names if name in state), None)
             if name is None:
                 return None
-            replacement = callback(*state.pop(name), result)
+            part, x = state.pop(name)
+            replacement = callback(part, x, result)
             return None if replacement is None else replacement.expand_as(result)
 
         return hook

@@ -206,11 +206,14 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    rotary_types = {_rotary_type(model.config, a.module.layer_idx) for a in attentions if a.rotary_dim}
+    rotary_types = sorted(
+        {_rotary_type(model.config, a.module.layer_idx) for a in attentions if a.rotary_dim}, key=str
+    )
     if rotary_types and not hasattr(body, "tables"):
         limit = int(model.config.max_position_embeddings)
-        tables = {kind or "all": RotaryTables(body.rotary_emb, limit, kind) for kind in sorted(rotary_types, key=str)}
-        body.tables = nn.ModuleDict(tables)
+        body.tables = nn.ModuleDict(
+            {kind or "all": RotaryTables(body.rotary_emb, limit, kind) for kind in rotary_types}
+        )
     pack_projections(attentions)
 
 

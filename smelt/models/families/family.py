@@ -363,6 +363,8 @@ class TokenizerFiles:
     """The alternative set of files."""
     accepts_fast: bool = True
     """Whether a tokenizer.json (or BERT's vocab.txt) is enough."""
+    byte_class: str | None = None
+    """The class in tokenizer_config.json of a tokenizer of bytes, which has no other file (ByT5)."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ def unsupported_config(config: Config) -> list[str]:
     if not isinstance(rope, dict):
         return []
     by_layer_type = [section for section in rope.values() if isinstance(section, dict)]
-    kinds = {section.get("rope_type") or section.get("type") for section in by_layer_type or [rope]}
+    kinds = {str(section.get("rope_type") or section.get("type")) for section in by_layer_type or [rope]}
     return [
         f"rotary positions of type '{kind}' are not supported; supported: {', '.join(_SUPPORTED_ROPE_TYPES)}."
-        for kind in sorted(kinds - {None, *_SUPPORTED_ROPE_TYPES})
+        for kind in sorted(kinds - {"None", *_SUPPORTED_ROPE_TYPES})
     ]
 
 

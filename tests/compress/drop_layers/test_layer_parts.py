@@ -91,8 +91,9 @@ def test_part_influence_equals_states_before_and_after(family):
     assert [part.kind for part in parts if part.stack == parts[-1].stack] == kinds * 3
 
 
-@pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2", "opt", "gpt_neox",
-    "gemma3_text", "phi"])
+@pytest.mark.parametrize(
+    "family", ["t5", "marian", "modernbert", "qwen2", "opt", "gpt_neox", "gemma3_text", "phi"]
+)
 def test_without_parts_equals_model_with_parts_removed(family):
     model = _loaded(family)
     parts = layer_parts(model)

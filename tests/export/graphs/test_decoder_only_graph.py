@@ -90,9 +90,7 @@ def test_fused_graph_equals_torch_and_generate(family, tmp_path):
         expected = other.generate(
             torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), pad_token_id=PAD, **options
         )[:, 9:].tolist()
-        actual = generate(
-            graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8, num_beams=num_beams)
-        )
+        actual = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8, num_beams=num_beams))
         padded = [row + [PAD] * (8 - len(row)) for row in actual]
         assert padded == [row + [PAD] * (8 - len(row)) for row in expected]
     with raises_code("unsupported-batch", InputError):

@@ -1,7 +1,7 @@
 """Phi-1, Phi-1.5 and Phi-2: both parts of a block read one norm. Source: transformers' modeling_phi.py.
 
 The first channels of a head are rotated, and the output layer has a bias (Gunasekar et al. 2023,
-arXiv:2306.11644, section 2.3: the blocks of CodeGen with FlashAttention).
+arXiv:2306.11644).
 """
 
 from __future__ import annotations

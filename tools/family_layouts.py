@@ -238,8 +238,11 @@ def _stack(
     block_modules = list(dict.fromkeys(name for name in trace.calls if name.startswith(f"{block}.")))
     special = {norm for a in members for norm in a.qk_norms or ()}
     norms = [n for n in block_modules if is_norm(trace.module(n)) and n not in special]
-    if len(norms) != len(members) + 1:
-        raise CannotDescribeError(f"{block} has {len(members) + 1} parts and the norms {', '.join(norms)}")
+    parts = len(members) + 1
+    output_norms = norms[1::2] if len(norms) == 2 * parts else []
+    norms = norms[::2] if output_norms else norms * parts if len(norms) == 1 else norms
+    if len(norms) != parts:
+        raise CannotDescribeError(f"{block} has {parts} parts and the norms {', '.join(norms)}")
     projected = {name for a in members for name in a.linear_layers}
     linear = [n for n in block_modules if is_linear(trace.module(n)) and n not in projected]
     after = trace.calls[inside[-1] + 1 :]
@@ -251,6 +254,7 @@ def _stack(
         embeddings=_tables(trace, before, root) if trace.input_kind == "texts" else (),
         part_norms=tuple(_relative(n, block) for n in norms),
         pre_norm=block_modules.index(norms[0]) < block_modules.index(members[0].query),
+        output_norms=tuple(_relative(n, block) for n in output_norms),
         embedding_norm=_only(trace, before, is_norm, "norm of the embeddings"),
         embedding_projection=_only(trace, before, is_linear, "projection of the embeddings"),
         final_norm=final[0] if final else None,

@@ -71,8 +71,11 @@ class LayerPart:
         return parts[self.index].with_prefix(self.block.module_path)
 
     @property
-    def output_layer(self) -> str:
-        """The dotted name of the part's last linear layer."""
+    def output(self) -> str:
+        """The dotted name of the module whose output is added: its last layer, or the norm after that."""
+        norms = self.block.stack.stream.output_norms
+        if norms:
+            return f"{self.block.module_path}.{norms[self.index]}"
         return self.structure.linear_layers[-1]
 
     @property
@@ -150,9 +153,9 @@ def without_parts(model: Any, parts: Sequence[LayerPart], removed: Collection[La
 def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) -> Iterator[None]:
     """Call `callback` for each part whenever it computes; a returned tensor replaces the part's output.
 
-    Linear layers and norms may be shared by several blocks: so the part is identified by the block that
-    computes, and by the norm, which computes right before the linear layer (pre-norm) or right after it
-    (post-norm).
+    Linear layers and norms may be shared by several blocks, and a norm by parallel parts: so the part is
+    identified by the block that computes, and by the norm and the output, which computes after the norm
+    (pre-norm) or right before it (post-norm).
     """
     state: dict[str, Any] = {}
 
@@ -165,15 +168,20 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
     def begin(part: LayerPart) -> Callable[..., None]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> None:
             if state["block"] == part.block.module_path:
-                state["part"], state["x"] = part, inputs[0]
+                state[part.output] = part, inputs[0]
 
         return hook
 
-    def end(_: Any, inputs: Any, result: Any) -> Any:
-        if "part" not in state:
-            return None
-        replacement = callback(state.pop("part"), state.pop("x"), result)
-        return None if replacement is None else replacement.expand_as(result)
+    def end(names: Collection[str]) -> Callable[..., Any]:
+        def hook(_: Any, inputs: Any, result: Any) -> Any:
+            name = next((name for name in names if name in state), None)
+            if name is None:
+                return None
+            part, x = state.pop(name)
+            replacement = callback(part, x, result)
+            return None if replacement is None else replacement.expand_as(result)
+
+        return hook
 
     def keep(_: Any, inputs: Any, result: Any) -> None:
         state["added"] = result
@@ -190,11 +198,12 @@ def _part_hooks(model: Any, parts: Sequence[LayerPart], callback: PartCallback) 
         return hook
 
     handles = [block.module.register_forward_pre_hook(enter(block.module_path)) for block in blocks_of(model)]
-    output_layers = {
-        model.get_submodule(part.output_layer): part.block.stack.stream.pre_norm for part in parts
-    }
-    for layer, is_pre_norm in output_layers.items():
-        handles.append(layer.register_forward_hook(end if is_pre_norm else keep))
+    names: dict[Any, list[str]] = {}
+    for part in parts:
+        names.setdefault(model.get_submodule(part.output), []).append(part.output)
+    pre_norm = {part.output: part.block.stack.stream.pre_norm for part in parts}
+    for module, outputs in names.items():
+        handles.append(module.register_forward_hook(end(outputs) if pre_norm[outputs[0]] else keep))
     for part in parts:
         make = begin if part.block.stack.stream.pre_norm else summed
         handles.append(model.get_submodule(part.norm).register_forward_pre_hook(make(part)))

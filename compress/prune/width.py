@@ -328,6 +328,8 @@ def _refit_points(block: Block) -> list[RefitPoint]:
                 points.append(RefitLayers(part.linear_layers[:-1]))
         if not stack.stream.pre_norm:
             points.append(RefitNorm(f"{block.module_path}.{stack.stream.part_norms[index]}"))
+        elif stack.stream.output_norms and part in block.parts:
+            points.append(RefitNorm(f"{block.module_path}.{stack.stream.output_norms[index]}"))
     return points
 
 

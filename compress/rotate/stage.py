@@ -181,6 +181,8 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
     streams = [stack.stream for stack in family.stacks(config)]
     if not all(stream.pre_norm for stream in streams):
         return f"{kind} has norms after the sums (post-norm), whose weights are those of single channels"
+    if any(stream.output_norms for stream in streams):
+        return f"{kind} has norms of its parts' outputs, whose weights are those of single channels"
     if any(stream.embedding_norm for stream in streams):
         return f"{kind} has a norm after the embeddings, whose weights are those of single channels"
     if family.position_encoding.is_sinusoidal:

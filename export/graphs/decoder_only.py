@@ -193,10 +193,11 @@ class RotaryTables(nn.Module):
     They are exact, even if positions are fp16.
     """
 
-    def __init__(self, rotary: Any, limit: int) -> None:
+    def __init__(self, rotary: Any, limit: int, layer_type: str | None = None) -> None:
         super().__init__()
         position_range = torch.arange(limit)[None]
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position_ids=position_range)
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position_ids=position_range, **options)
         half = cos.shape[-1] // 2
         self.cos = nn.Buffer(cos[0, :, :half].contiguous())
         self.sin = nn.Buffer(sin[0, :, :half].contiguous())
@@ -205,9 +206,21 @@ class RotaryTables(nn.Module):
 def prepare_causal_attention(model: Any, attentions: Sequence[AttentionModule]) -> None:
     """Add the packed projection to each attention, and the position table to the model, before tracing."""
     body = model.base_model
-    if any(attention.rotary_dim for attention in attentions) and not hasattr(body, "tables"):
-        body.tables = RotaryTables(body.rotary_emb, int(model.config.max_position_embeddings))
+    rotary_types = sorted(
+        {_rotary_type(model.config, a.module.layer_idx) for a in attentions if a.rotary_dim}, key=str
+    )
+    if rotary_types and not hasattr(body, "tables"):
+        limit = int(model.config.max_position_embeddings)
+        body.tables = nn.ModuleDict(
+            {kind or "all": RotaryTables(body.rotary_emb, limit, kind) for kind in rotary_types}
+        )
     pack_projections(attentions)
+
+
+def _rotary_type(config: Any, layer_index: int) -> str | None:
+    """Return which of several rotary positions a layer has, as in transformers' `layer_types`; None: one."""
+    kinds, rope = getattr(config, "layer_types", None), getattr(config, "rope_parameters", None) or {}
+    return str(kinds[layer_index]) if kinds and kinds[layer_index] in rope else None
 
 
 @contextmanager
@@ -217,11 +230,13 @@ def exportable_causal_model(
     """Replace attention, norms and activations of `model` for the export, within the block."""
     body = model.base_model
     replacements: list[tuple[nn.Module, Callable[..., Any]]] = []
-    rotary = (body.tables.cos, body.tables.sin) if hasattr(body, "tables") else None
     for attention in attentions:
-        tables = rotary if attention.rotary_dim else None
-        replacements.append((attention.module, partial(_attend, attention, scope, tables)))
-    if rotary is not None:
+        rotary: KeyValue | None = None
+        if attention.rotary_dim:
+            tables = body.tables[_rotary_type(model.config, attention.module.layer_idx) or "all"]
+            rotary = (tables.cos, tables.sin)
+        replacements.append((attention.module, partial(_attend, attention, scope, rotary)))
+    if hasattr(body, "tables"):
         replacements.append(
             (body.rotary_emb, lambda *unused, **also_unused: (scope.positions, scope.positions))
         )

@@ -438,8 +438,12 @@ def _remove(block: Any, stack: Stack, part: int) -> None:
     for norm in removed.qk_norms or () if isinstance(removed, Attention) else ():
         if not norm.startswith(f"{removed.name}."):
             _set_submodule(block, norm, nn.Identity())
-    if stack.stream.pre_norm:
-        _set_submodule(block, stack.stream.part_norms[part], nn.Identity())
+    norms = stack.stream.part_norms if stack.stream.pre_norm else ()
+    unused_norms = {name for index, name in enumerate(norms) if index == part} - {
+        name for index, name in enumerate(norms) if index not in skipped_parts(block) | {part}
+    }
+    for name in (*unused_norms, *stack.stream.output_norms[part : part + 1]):
+        _set_submodule(block, name, nn.Identity())
 
 
 def _set_submodule(block: Any, name: str, new: nn.Module) -> None:

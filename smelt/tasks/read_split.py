@@ -96,14 +96,14 @@ def _require_rows(path: Path, task: Task, origin: str) -> None:
     """Require that samples are rows, of which some can be drawn.
 
     Raises:
-        InputError: `wrong-format`: they are lines of plain text, files of images or audio, or arrays.
+        InputError: `wrong-format`: they are lines of plain text, images, audio or arrays.
     """
     is_plain = path.is_file() and data_suffix(path) == ".txt"
     if is_plain or task_traits(task).modality != "text":
         raise InputError(
             f"{origin}: max_samples draws rows of text data (JSON lines, CSV, Parquet, Arrow, data sets), not"
-            f" {'lines of plain text' if is_plain else 'files of images or audio, or arrays'}. Convert the file to JSON lines,"
-            " or remove max_samples for this split.",
+            f" {'lines of plain text' if is_plain else 'images, audio or arrays'}. Convert the file to JSON"
+            " lines, or remove max_samples for this split.",
             code="wrong-format",
         )
 

@@ -66,9 +66,13 @@ def test_model_without_part_equals_part_with_zero_output(family, tmp_path):
     for block in blocks_of(model):
         part = 0 if block.index == 0 else len(block.stack.attentions) if block.index == 1 else 1
         kind = (*block.stack.attentions, block.stack.feed_forward)[part].with_prefix(block.module_path)
-        norm = f"{block.module_path}.{block.stack.stream.part_norms[part]}.weight"
+        stream = block.stack.stream
+        norm = f"{block.module_path}.{stream.part_norms[part]}.weight"
+        stays = not stream.pre_norm or stream.part_norms.count(stream.part_norms[part]) > 1
         assert not any(name.startswith(f"{product}.") for name in names for product in kind.linear_layers)
-        assert (norm in names) != block.stack.stream.pre_norm
+        assert (norm in names) == stays
+        after = [f"{block.module_path}.{name}.weight" for name in stream.output_norms]
+        assert [name in names for name in after] == [index != part for index in range(len(after))]
 
 
 def _added_zeros(graph):

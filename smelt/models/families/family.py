@@ -33,7 +33,7 @@ class ResidualStream:
     width], or narrower with `embedding_projection`."""
     part_norms: tuple[str, ...]
     """Norms of the parts of a block, attentions in order and then the feed-forward part, relative to the
-    block."""
+    block; parallel parts may have the same norm (Phi)."""
     pre_norm: bool
     """Whether a norm is before its part and nothing else uses its output (pre-norm). Otherwise it normalizes
     the sum of the part's input and output, which is the input of the next part (post-norm)."""
@@ -41,6 +41,8 @@ class ResidualStream:
     """The norm of the sum of the embeddings, if there is one."""
     embedding_projection: str | None = None
     """The linear layer from the embeddings, after their norm, to the hidden states, if there is one."""
+    output_norms: tuple[str, ...] = ()
+    """Norms of the parts' outputs before the sum, in the same order, if there are some (Gemma 3)."""
     final_norm: str | None = None
     """The norm after the last block, if there is one."""
     distance_embeddings: str | None = None
@@ -356,6 +358,8 @@ class TokenizerFiles:
     """The alternative set of files."""
     accepts_fast: bool = True
     """Whether a tokenizer.json (or BERT's vocab.txt) is enough."""
+    byte_class: str | None = None
+    """The class in tokenizer_config.json of a tokenizer of bytes, which has no other file (ByT5)."""
 
 
 @dataclass(frozen=True)

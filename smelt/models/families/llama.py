@@ -22,15 +22,15 @@ _SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config: scaling of positions."""
-    problems = []
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-    if kind not in (None, *_SUPPORTED_ROPE_TYPES):
-        problems.append(
-            f"rotary positions of type '{kind}' are not supported;"
-            f" supported: {', '.join(_SUPPORTED_ROPE_TYPES)}."
-        )
-    return problems
+    if not isinstance(rope, dict):
+        return []
+    by_layer_type = [section for section in rope.values() if isinstance(section, dict)]
+    kinds = {str(section.get("rope_type") or section.get("type")) for section in by_layer_type or [rope]}
+    return [
+        f"rotary positions of type '{kind}' are not supported; supported: {', '.join(_SUPPORTED_ROPE_TYPES)}."
+        for kind in sorted(kinds - {"None", *_SUPPORTED_ROPE_TYPES})
+    ]
 
 
 FAMILY = Family(

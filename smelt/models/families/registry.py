@@ -29,6 +29,7 @@ from smelt.models.families import (
     distilbert,
     electra,
     gemma,
+    gemma3_text,
     gpt2,
     gpt_neox,
     granite,
@@ -42,6 +43,7 @@ from smelt.models.families import (
     mt5,
     opt,
     pegasus,
+    phi,
     phi3,
     qwen2,
     qwen3,
@@ -64,8 +66,8 @@ _AUDIO_MODULES = (whisper,)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, resnet)
 _IMAGE_TEXT_MODULES = (clip, siglip)
-_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
-_DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
+_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, gemma3_text, phi3, granite, smollm3)
+_DECODER_MODULES = (gpt2, opt, gpt_neox, phi, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
     for module in (
@@ -410,6 +412,8 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
                 collector.add(source, readers, only=False)
             if index < len(stack.attentions) and index not in removed_parts:
                 collector.add_qk_norms(block, stack.attentions[index])
+            if stream.output_norms and has_norm_at(collector.model, f"{block}.{stream.output_norms[index]}"):
+                collector.add(f"{block}.{stream.output_norms[index]}", [], only=False)
             source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
     if stream.final_norm or source:
         collector.add(stream.final_norm or str(source), end, only=bool(end))

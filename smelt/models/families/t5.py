@@ -53,7 +53,7 @@ FAMILY = Family(
     output_scale=output_scale,
     ties_output=ties_output,
     position_encoding=PositionEncoding(max_positions_key=None),
-    tokenizer_files=TokenizerFiles(("spiece.model",)),
+    tokenizer_files=TokenizerFiles(("spiece.model",), byte_class="ByT5Tokenizer"),
     tokenizer_spec=TokenizerSpec(
         ("<pad>", "</s>", "<unk>"),
         {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"},

@@ -523,6 +523,9 @@ def check_tokenizer_files(folder: Path, kind: str) -> list[Message]:
         slow_files and not missing
     ):
         return []
+    byte_class, config_file = family.tokenizer_files.byte_class, folder / "tokenizer_config.json"
+    if byte_class and config_file.is_file() and _read_json(config_file).get("tokenizer_class") == byte_class:
+        return []
     expected = f"tokenizer.json or {' and '.join(slow_files) or 'vocab.txt'}"
     return [error_message("missing-tokenizer", f"{folder}: no tokenizer. Expected {expected}. {fix}")]
 

@@ -29,12 +29,16 @@ def _between(model, parts):
     """Return, by part, the states before and behind it, as its block computes them.
 
     Where norms come first, a norm reads the states before its part, and the next norm (or the next block)
-    what is behind it. Where they come last, a norm reads what is behind its part.
+    what is behind it. Where they come last, a norm reads what is behind its part. Parallel parts with one
+    norm (Phi) add what they compute to the states that it reads.
     """
     outputs, handles = {}, []
     for part in parts:
         norm, block = model.get_submodule(part.norm), part.block.module
         handles += [
+            model.get_submodule(part.output).register_forward_hook(
+                lambda m, args, out, key=part.output: outputs.update({key: (args[0], out)})
+            ),
             norm.register_forward_hook(
                 lambda m, args, out, key=part.norm: outputs.update({key: (args[0], out)})
             ),
@@ -50,8 +54,11 @@ def _between(model, parts):
         handle.remove()
     states_by_part = {}
     for index, part in enumerate(parts):
-        same = part.block.module_path
-        if part.block.stack.stream.pre_norm:
+        same, norms = part.block.module_path, part.block.stack.stream.part_norms
+        if len(set(norms)) < len(norms):
+            before = outputs[part.norm][0]
+            states_by_part[part] = (before, before + outputs[part.output][1])
+        elif part.block.stack.stream.pre_norm:
             last = index + 1 == len(parts) or parts[index + 1].block.module_path != same
             states_by_part[part] = (
                 outputs[part.norm][0],
@@ -84,7 +91,9 @@ def test_part_influence_equals_states_before_and_after(family):
     assert [part.kind for part in parts if part.stack == parts[-1].stack] == kinds * 3
 
 
-@pytest.mark.parametrize("family", ["t5", "marian", "modernbert", "qwen2", "opt", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["t5", "marian", "modernbert", "qwen2", "opt", "gpt_neox", "gemma3_text", "phi"]
+)
 def test_without_parts_equals_model_with_parts_removed(family):
     model = _loaded(family)
     parts = layer_parts(model)

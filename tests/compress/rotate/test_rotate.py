@@ -34,7 +34,7 @@ from tests.support.models.every_family import DISTINCT_FAMILIES
 
 ROTATABLE = {
     "t5", "mt5", "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "starcoder2",
-    "granite", "smollm3", "gpt_neox", "vit",
+    "granite", "smollm3", "gpt_neox", "phi", "vit",
 }  # fmt: skip
 """Families whose hidden states can be rotated; a new family may be one too."""
 

@@ -25,8 +25,9 @@ from smelt.runtimes.registry import open_folder, open_runner
 from smelt.tasks.read_split import read_split
 from tests.support import harness
 from tests.support.expected_errors import raises_code
-from tests.support.models import causal, tiny
+from tests.support.models import causal, every_family, tiny
 
+PAD = 0
 IDS = np.random.default_rng(0).integers(1, 290, (3, 9))
 MASK = np.ones_like(IDS)
 MASK[1, :4], MASK[2, :8] = 0, 0
@@ -72,9 +73,9 @@ def _same(graph, parent, tolerance):
         np.testing.assert_allclose(actual, expected, **close)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3_text", "phi"])
 def test_fused_graph_equals_torch_and_generate(family, tmp_path):
-    folder = causal.write_model(tmp_path / family, family, **({"n_embd": 64} if family == "gpt2" else {}))
+    folder = every_family.make_model(tmp_path / family, family)
     ctx, graph = _export(folder, tmp_path / "out", target="ort-cpu")
     assert ctx.details["parity"]["model"]["largest"] < 1e-4
     counts = ctx.details["graphs"]["model"]["operators"]
@@ -84,11 +85,14 @@ def test_fused_graph_equals_torch_and_generate(family, tmp_path):
         _same(graph, parent, 2e-5)
         np.testing.assert_allclose(token_nll(graph, IDS), token_nll(parent, IDS), atol=1e-4)
     other = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = other.generate(
-        torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), max_new_tokens=8, do_sample=False
-    )[:, 9:].tolist()
-    actual = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8))
-    assert [row + [0] * (8 - len(row)) for row in actual] == [row + [0] * (8 - len(row)) for row in expected]
+    for num_beams in (1, 3):
+        options = {"max_new_tokens": 8, "num_beams": num_beams, "do_sample": False}
+        expected = other.generate(
+            torch.from_numpy(IDS), attention_mask=torch.from_numpy(MASK), pad_token_id=PAD, **options
+        )[:, 9:].tolist()
+        actual = generate(graph, Batch(IDS, MASK), GenerationSettings(max_new_tokens=8, num_beams=num_beams))
+        padded = [row + [PAD] * (8 - len(row)) for row in actual]
+        assert padded == [row + [PAD] * (8 - len(row)) for row in expected]
     with raises_code("unsupported-batch", InputError):
         graph.extend(graph.encode(Batch(IDS, MASK)), IDS, MASK)
 

@@ -71,6 +71,12 @@ def test_replaced_forwards_equal_a_model_with_narrow_embeddings():
     check_replaced_forwards("electra", embedding_size=16)
 
 
+@pytest.mark.parametrize("kind", ["relu", "gated-gelu", "gated-silu"])
+def test_replaced_forwards_equal_t5_with_a_head_of_its_own(kind):
+    """Flan-T5 and ByT5 have GELU gates, UL2 and Flan-UL2 SiLU gates."""
+    check_replaced_forwards("t5", gated=True, feed_forward_proj=kind)
+
+
 @pytest.mark.parametrize("name", family_models.NAMES)
 def test_replaced_forwards_equal_the_model(name):
     check_replaced_forwards(name)

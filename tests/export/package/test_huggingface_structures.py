@@ -19,7 +19,7 @@ from smelt.models.edits import read_edits
 from tests.support import harness
 from tests.support.models import causal, every_family, tiny
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "starcoder2"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "starcoder2", "phi"]
 HALF_OF_HEADS = PruneSettings(targets=["heads"], keep_ratio=0.5)
 
 

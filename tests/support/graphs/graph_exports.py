@@ -25,7 +25,7 @@ ROWS = tuple(Example(s, label=0, references=(s,)) for s in tiny.SENTENCES)
 ONE_LAYER_PER_STACK: dict[str, Any] = dict.fromkeys(every_family.ENCODER_DECODER_LAYERS, 1)
 """One layer a stack, where no test takes one of two away; a second would only be traced once more."""
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
-_TWO_LAYERS = ("albert", "modernbert", "opt", "smollm3")
+_TWO_LAYERS = ("albert", "gemma3_text", "modernbert", "opt", "smollm3")
 """Families whose layers differ, or are one block that is called for each."""
 
 

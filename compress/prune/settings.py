@@ -14,7 +14,13 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.system import install_command, package_problem
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
+from smelt.models.families.registry import (
+    FAMILIES,
+    find_family,
+    fixed_width_reason,
+    no_blocks_reason,
+    reads_images,
+)
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
@@ -285,6 +291,14 @@ def fixed_width_errors(task: Task, targets: Collection[str], setting: str) -> li
     return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
 
 
+def fixed_channel_errors(config: Mapping[str, Any], targets: Collection[str], setting: str) -> list[Message]:
+    """Return the error if `targets`, the value of `setting`, has a width that a model of this config keeps."""
+    reason = fixed_width_reason(config)
+    if reason is None or "width" not in targets:
+        return []
+    return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
+
+
 def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
     """Return errors about targets that cannot be removed from a model of this config.
 
@@ -306,7 +320,7 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
-        return []
+        return fixed_channel_errors(config, targets, "targets")
     reason = _fixed_heads_reason(config)
     if not reason or set(targets) != {"heads"}:
         return []
@@ -417,7 +431,8 @@ def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:
             "unsupported-family",
             f"{with_article(kind)} model is not supported. Supported: {', '.join(FAMILIES)}.",
         )
-    return next(iter(fixed_width_errors(task, ("width",), "targets")), None)
+    errors = fixed_width_errors(task, ("width",), "targets")
+    return next(iter([*errors, *fixed_channel_errors(config, ("width",), "targets")]), None)
 
 
 def fixed_heads_warnings(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:

@@ -298,7 +298,8 @@ def cut_neurons(model: Any, edits: list[Edit], block: FeedForwardGroup, kept_neu
 def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
     """Write common widths and numbers of heads to the config; return the edits that it does not replace."""
     attentions, blocks = find_groups(model)
-    for setting in {block.structure.intermediate_size_key for block in blocks}:
+    keys = {b.structure.intermediate_size_key for b in blocks if not b.structure.size_is_ratio}
+    for setting in keys:
         kind = [block for block in blocks if block.structure.intermediate_size_key == setting]
         widths = {block.count(model) for block in kind}
         if len(widths) > 1:

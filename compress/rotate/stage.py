@@ -18,7 +18,7 @@ from smelt.compress.rotate.settings import RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, fixed_width_reason, no_blocks_reason
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
@@ -183,6 +183,10 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
         return f"{kind} has norms after the sums (post-norm), whose weights are those of single channels"
     if any(stream.embedding_norm for stream in streams):
         return f"{kind} has a norm after the embeddings, whose weights are those of single channels"
+    if any(stream.part_scales for stream in streams):
+        return f"{kind} scales each channel of the outputs of its parts (LayerScale)"
+    if (reason := fixed_width_reason(config)) is not None:
+        return reason
     if family.position_encoding.is_sinusoidal:
         return f"{kind} computes its positions (sines) for single channels"
     return None

@@ -80,6 +80,9 @@ class ResidualStream:
     """The norm of these embeddings, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
     """Other tensors of the states, each with the axis of its width (patches of an image, its first token)."""
+    part_scales: tuple[str, ...] = ()
+    """Tensors [width] that multiply the outputs of the parts of a block before they are added, in the order of
+    `part_norms`, relative to the block (LayerScale of DINOv2), if there are any."""
 
 
 Config = Mapping[str, Any]
@@ -191,6 +194,8 @@ class FeedForward:
     """Whether the gate's rows are first, if one layer computes both."""
     activated_layer: Literal["up", "gate"] = "gate"
     """Which of the two outputs the activation function is applied to."""
+    size_is_ratio: bool = False
+    """Whether the value of `intermediate_size_key` is multiplied by the width of the hidden states (DINOv2's `mlp_ratio`)."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:
@@ -201,6 +206,13 @@ class FeedForward:
     def linear_layers(self) -> tuple[str, ...]:
         """Its linear layers, each once; the last is `down`."""
         return (*self.input_layers, self.down)
+
+    def neurons(self, config: Config, hidden_size: int) -> int | None:
+        """Return the number of neurons in `config`, None if it has none; of states of `hidden_size`."""
+        size = config.get(self.intermediate_size_key)
+        if not isinstance(size, int | float):
+            return None
+        return int(hidden_size * size) if self.size_is_ratio else int(size)
 
     def with_prefix(self, block: str) -> FeedForward:
         """Return the part with its full names in a model, below `block`."""
@@ -265,6 +277,9 @@ class Layout:
     """The config key for the width of the token embedding, if it may differ."""
     default_embedding_size: int | None = None
     """The width that a config without this key means; None: that of the hidden states."""
+    head_input_vectors: int = 1
+    """How many vectors as wide as the hidden states the head reads as one, concatenated (DINOv2's first token
+    and mean of the others)."""
     logits_bias: str | None = None
     """A buffer that is added to the outputs."""
     transposed_suffixes: tuple[str, ...] = ()
@@ -536,6 +551,11 @@ class Family:
     def head_modules(self) -> tuple[str, ...]:
         """See `Layout`."""
         return self.layouts[""].head_modules
+
+    @property
+    def head_input_vectors(self) -> int:
+        """See `Layout`."""
+        return self.layouts[""].head_input_vectors
 
     @property
     def logits_bias(self) -> str | None:

@@ -112,6 +112,7 @@ MODELS: dict[str, TinyFamily] = {
         "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64, "rotary_pct": 0.5}),
     "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
     "vit": TinyFamily(STACK, images.write_model),
+    "dinov2": TinyFamily(STACK, partial(images.write_model, family="dinov2")),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
 }  # fmt: skip
 """The tiny model of each family: whoever tests every family takes it from here."""

@@ -20,6 +20,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "image_size": IMAGE_SIZE, "patch_size": 4,
     },
+    "dinov2": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2,
+        "image_size": 24, "patch_size": 4,  # positions of another size, which are interpolated
+    },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
 }  # fmt: skip
 LABELS = ("dark", "light")
@@ -49,7 +53,7 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
                 tensor.normal_(0, 0.3)
             elif name.endswith(("running_mean", "normalization.bias")):
                 tensor.normal_(0, 0.5)
-            elif name.endswith(("running_var", "normalization.weight")):
+            elif name.endswith(("running_var", "normalization.weight", "lambda1", "layer_scale_parameter")):
                 tensor.uniform_(0.5, 1.5)
     (folder / PROCESSOR_FILE).unlink()
     save_model(model, edits, folder, random_folder)

@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 40),
     "embedding_size": EMBEDDING, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "d_kv": HEAD_DIM,
     "vocab_size": 64, "type_vocab_size": 2, "relative_attention_num_buckets": 32, "image_size": 16,
-    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "attention_multiplier": 0.5,
+    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_stages": 2, "attention_multiplier": 0.5,
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def derive_layout(family: Family, more: Mapping[str, Any]) -> Layout:
     last = max((index for index, name in enumerate(trace.calls) if name.startswith(inside)), default=-1)
     closing = {stack.stream.final_norm for stack in stacks}
     head = [name for name in trace.calls[last + 1 :] if stacks or is_linear(trace.module(name))]
-    head = [name for name in head if name not in closing]
+    head = [name for name in head if name not in closing] if stacks else head[-1:]
     biases = [n for n, b in trace.model.named_buffers() if b.shape == (1, 64)]
     transposed = [n for n, m in trace.model.named_modules() if isinstance(m, Conv1D)]
     return Layout(

@@ -313,11 +313,14 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     if family is not None and family.is_user_module:
         return _user_module_errors(targets, reads_images(config))
     if "channels" in targets:
-        text = f"{config.get('model_type')} models have no chains of convolutions. Set targets: [heads, ffn]."
+        remedy = "Set targets: [heads, ffn]." if no_blocks_reason(config) is None else "Remove prune."
+        text = f"{config.get('model_type')} models have no chains of convolutions. {remedy}"
         has_chains = family is None or family.conv_chain is not None
         return [] if has_chains else [error_message("does-not-fit-model", text, setting="targets")]
     if (no_blocks := no_blocks_reason(config)) is not None:
-        text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
+        has_chains = family is not None and family.conv_chain is not None
+        remedy = "Prune the channels of its convolutions: set targets: [channels]" if has_chains else "Remove prune"
+        text = f"{no_blocks}. {remedy}."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
         return fixed_channel_errors(config, targets, "targets")

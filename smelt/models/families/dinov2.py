@@ -6,14 +6,13 @@ images of the processor, whatever size the model was trained with.
 
 from __future__ import annotations
 
+from smelt.models.families import vit
 from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
 
 
 def unsupported_config(config: Config) -> list[str]:
     """Return the unsupported settings of a config."""
-    problems = []
-    if config.get("num_channels", 3) != 3:
-        problems.append(f"num_channels is {config['num_channels']}; only 3 (RGB) is supported.")
+    problems = vit.unsupported_config(config)
     if config.get("use_swiglu_ffn"):
         problems.append("use_swiglu_ffn is true (giant); only models with fc1 and fc2 are supported.")
     return problems

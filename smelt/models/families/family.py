@@ -437,11 +437,17 @@ class Family:
     """Pairs of a pattern and its replacement, tried in order, for tensor names in older checkpoints."""
     published_tensors: tuple[tuple[str, str], ...] = ()
     """Such pairs from the model's tensor names to those in transformers' files, where these differ."""
-    conv_and_norm: tuple[str, str] | None = None
-    """The names of a convolution and the batch norm that alone uses its output, in any module with both."""
+    convs_and_norms: tuple[tuple[str, str], ...] = ()
+    """Pairs of the names of a convolution and the batch norm that alone uses its output, in any module with
+    both; those of a `conv_chain` first."""
     conv_chain: str | None = None
     """The name of a sequence of such pairs, each with the output of the one before as its only use; the last
     output is added to the input."""
+    has_linear_blocks: bool = False
+    """Whether most weights of a network without stacks are those of linear layers (ConvNeXt)."""
+    has_dense_kernels: bool = True
+    """Whether convolutions with kernels above 1 x 1, beyond the first, read all channels, so that they can be
+    factorized; otherwise they are depthwise (MobileNetV2)."""
     conv_shortcut: str = ""
     """The module next to a chain that computes the other summand, by such a pair or unchanged."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0

@@ -24,9 +24,12 @@ from smelt.models.families import (
     albert,
     bart,
     bert,
+    convnext,
+    convnextv2,
     deberta_v2,
     dinov2,
     distilbert,
+    efficientnet,
     electra,
     gemma,
     gpt2,
@@ -37,6 +40,7 @@ from smelt.models.families import (
     marian,
     mbart,
     mistral,
+    mobilenet_v2,
     modernbert,
     mpnet,
     mt5,
@@ -58,7 +62,7 @@ from smelt.models.families.family import Attention, Config, Family, FeedForward,
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
-_IMAGE_MODULES = (vit, dinov2, resnet)
+_IMAGE_MODULES = (vit, dinov2, resnet, convnext, convnextv2, mobilenet_v2, efficientnet)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {

@@ -157,3 +157,32 @@ def test_vision_transformer_with_layer_scale_is_pruned_quantized_and_exported(tm
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[-1]
     assert {"accuracy", "f1"} <= set(steps["onnx"]["quality"])
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [
+        ("convnext", ["factorize: {method: tucker, keep_ratio: 0.5}", "quantize: {scheme: int8-static}"]),
+        ("convnextv2", ["quantize: {scheme: int8-dynamic}"]),
+        ("mobilenet_v2", ["quantize: {scheme: int8-static}"]),
+        ("efficientnet", ["quantize: {scheme: int8-static}"]),
+    ],
+)
+def test_convolutional_families_are_distilled_quantized_and_exported(family, stages, tmp_path):
+    steps = finished(recipe(tmp_path, [f"distill: {{{TRAIN}}}", *stages, "onnx: {target: ort-cpu}"], family))
+    assert steps["onnx"]["details"]["parity"]["model"]["operators"] > 0
+    assert {"accuracy", "f1"} <= set(steps["onnx"]["quality"])
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "setting"),
+    [
+        ("convnext", "prune: {targets: [channels]}", "prune.targets"),
+        ("convnext", "prune: {}", "prune.targets"),
+        ("convnext", "factorize: {}", "factorize.method"),
+        ("mobilenet_v2", "factorize: {method: tucker}", "factorize"),
+        ("efficientnet", "factorize: {method: cp}", "factorize"),
+    ],
+)
+def test_stages_unsupported_for_other_convolutions_are_rejected_by_plan(family, stage, setting, tmp_path):
+    assert ("does-not-fit-model", setting) in refusal(recipe(tmp_path, [stage], family), 0)

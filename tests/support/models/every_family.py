@@ -114,6 +114,10 @@ MODELS: dict[str, TinyFamily] = {
     "vit": TinyFamily(STACK, images.write_model),
     "dinov2": TinyFamily(STACK, partial(images.write_model, family="dinov2")),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
+    "convnext": TinyFamily((), partial(images.write_model, family="convnext")),
+    "convnextv2": TinyFamily((), partial(images.write_model, family="convnextv2")),
+    "mobilenet_v2": TinyFamily((), partial(images.write_model, family="mobilenet_v2")),
+    "efficientnet": TinyFamily((), partial(images.write_model, family="efficientnet")),
 }  # fmt: skip
 """The tiny model of each family: whoever tests every family takes it from here."""
 CONFIGS = {name: model.config for name, model in MODELS.items() if model.config}

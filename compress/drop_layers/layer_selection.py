@@ -128,7 +128,9 @@ def keep_layers(
                 module.layer_idx = new_index  # its place in the KV cache
     renumber_caches(model, layer_stack)
     setattr(model.config, layer_stack.num_layers_key, len(kept_indices))
-    if isinstance(model.config, BackboneConfigMixin):  # names a stage for each layer, which a classifier ignores
+    if isinstance(
+        model.config, BackboneConfigMixin
+    ):  # names a stage for each layer, which a classifier ignores
         model.config.stage_names = model.config.stage_names[: len(kept_indices) + 1]
         model.config.set_output_features_output_indices(out_features=None, out_indices=None)
     for key in layer_stack.per_layer_keys:

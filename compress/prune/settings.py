@@ -292,7 +292,7 @@ def fixed_width_errors(task: Task, targets: Collection[str], setting: str) -> li
 
 
 def fixed_channel_errors(config: Mapping[str, Any], targets: Collection[str], setting: str) -> list[Message]:
-    """Return the error if `targets`, the value of `setting`, has a width that a model of this config keeps."""
+    """Return the error if `targets`, the value of `setting`, has a width that models of `config` keep."""
     reason = fixed_width_reason(config)
     if reason is None or "width" not in targets:
         return []
@@ -319,7 +319,11 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         return [] if has_chains else [error_message("does-not-fit-model", text, setting="targets")]
     if (no_blocks := no_blocks_reason(config)) is not None:
         has_chains = family is not None and family.conv_chain is not None
-        remedy = "Prune the channels of its convolutions: set targets: [channels]" if has_chains else "Remove prune"
+        remedy = (
+            "Prune the channels of its convolutions: set targets: [channels]"
+            if has_chains
+            else "Remove prune"
+        )
         text = f"{no_blocks}. {remedy}."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:

@@ -185,11 +185,9 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
         return f"{kind} has a norm after the embeddings, whose weights are those of single channels"
     if any(stream.part_scales for stream in streams):
         return f"{kind} scales each channel of the outputs of its parts (LayerScale)"
-    if (reason := fixed_width_reason(config)) is not None:
-        return reason
     if family.position_encoding.is_sinusoidal:
         return f"{kind} computes its positions (sines) for single channels"
-    return None
+    return fixed_width_reason(config)
 
 
 def _unties(config: Mapping[str, Any]) -> bool:

@@ -81,7 +81,7 @@ class ResidualStream:
     other_tensors: tuple[tuple[str, int], ...] = ()
     """Other tensors of the states, each with the axis of its width (patches of an image, its first token)."""
     part_scales: tuple[str, ...] = ()
-    """Tensors [width] that multiply the outputs of the parts of a block before they are added, in the order of
+    """Tensors [width] that multiply the outputs of the parts of a block before the sums, in the order of
     `part_norms`, relative to the block (LayerScale of DINOv2), if there are any."""
 
 
@@ -195,7 +195,7 @@ class FeedForward:
     activated_layer: Literal["up", "gate"] = "gate"
     """Which of the two outputs the activation function is applied to."""
     size_is_ratio: bool = False
-    """Whether the value of `intermediate_size_key` is multiplied by the width of the hidden states (DINOv2's `mlp_ratio`)."""
+    """Whether `intermediate_size_key` is a multiple of the hidden width (DINOv2's `mlp_ratio`)."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:
@@ -210,9 +210,8 @@ class FeedForward:
     def neurons(self, config: Config, hidden_size: int) -> int | None:
         """Return the number of neurons in `config`, None if it has none; of states of `hidden_size`."""
         size = config.get(self.intermediate_size_key)
-        if not isinstance(size, int | float):
-            return None
-        return int(hidden_size * size) if self.size_is_ratio else int(size)
+        factor = hidden_size if self.size_is_ratio else 1
+        return int(size * factor) if isinstance(size, int | float) else None
 
     def with_prefix(self, block: str) -> FeedForward:
         """Return the part with its full names in a model, below `block`."""
@@ -278,8 +277,7 @@ class Layout:
     default_embedding_size: int | None = None
     """The width that a config without this key means; None: that of the hidden states."""
     head_input_vectors: int = 1
-    """How many vectors as wide as the hidden states the head reads as one, concatenated (DINOv2's first token
-    and mean of the others)."""
+    """How many vectors of hidden states the head reads as one (DINOv2: first token, mean of others)."""
     logits_bias: str | None = None
     """A buffer that is added to the outputs."""
     transposed_suffixes: tuple[str, ...] = ()
@@ -446,8 +444,7 @@ class Family:
     has_linear_blocks: bool = False
     """Whether most weights of a network without stacks are those of linear layers (ConvNeXt)."""
     has_dense_kernels: bool = True
-    """Whether convolutions with kernels above 1 x 1, beyond the first, read all channels, so that they can be
-    factorized; otherwise they are depthwise (MobileNetV2)."""
+    """Whether kernels above 1 x 1 can be factorized; otherwise they are depthwise (MobileNetV2)."""
     conv_shortcut: str = ""
     """The module next to a chain that computes the other summand, by such a pair or unchanged."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0

@@ -145,8 +145,8 @@ def fixed_width_reason(config: Config) -> str | None:
     if family is None or family.head_input_vectors == 1:
         return None
     return (
-        f"the head of {with_article(family.name)} model reads {family.head_input_vectors} vectors of its hidden"
-        " states as one"
+        f"the head of {with_article(family.name)} model reads {family.head_input_vectors} vectors of its"
+        " hidden states as one"
     )
 
 

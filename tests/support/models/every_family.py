@@ -115,7 +115,7 @@ MODELS: dict[str, TinyFamily] = {
     "dinov2": TinyFamily(STACK, partial(images.write_model, family="dinov2")),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
     "convnext": TinyFamily((), partial(images.write_model, family="convnext")),
-    "convnextv2": TinyFamily((), partial(images.write_model, family="convnextv2")),
+    "convnextv2": TinyFamily((), partial(images.write_model, family="convnextv2"), like="convnext"),
     "mobilenet_v2": TinyFamily((), partial(images.write_model, family="mobilenet_v2")),
     "efficientnet": TinyFamily((), partial(images.write_model, family="efficientnet")),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from smelt.models.families.vit import unsupported_config
 FAMILY = Family(
     name="convnext",
     tasks=IMAGE_TASKS,
-    learning_rate=PublishedLearningRate(5e-5, None),  # Liu et al. 2022, arXiv:2201.03545, table 5
+    learning_rate=PublishedLearningRate(5e-5, None),  # fine-tuning; arXiv:2201.03545, appendix A
     has_linear_blocks=True,
     input_kind="images",
     position_encoding=PositionEncoding(None),

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from smelt.compress.drop_layers.settings import check_part_kinds
 from smelt.compress.model_input import COMPILED_QUANTIZED, codebook_error
-from smelt.compress.prune.settings import LearnedMasksSettings, fixed_width_errors
+from smelt.compress.prune.settings import LearnedMasksSettings, fixed_channel_errors, fixed_width_errors
 from smelt.compress.quantize.qat_settings import QatSettings
 from smelt.compress.sparsify.settings import GradualSparsitySettings
 from smelt.core.artifact import Artifact
@@ -161,7 +161,10 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
             for technique in techniques
         ]
     masks = settings.learned_masks
-    return check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts")
+    return [
+        *check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts"),
+        *fixed_channel_errors(config, masks.targets if masks is not None else (), "learned_masks.targets"),
+    ]
 
 
 def _threshold_error(settings: TechniqueTrainingSettings, config: Mapping[str, Any]) -> Message | None:

@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     **{"max_source_positions": 7, "num_mel_bins": 10},
     "embedding_size": EMBEDDING, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "d_kv": HEAD_DIM,
     "vocab_size": 64, "type_vocab_size": 2, "relative_attention_num_buckets": 32, "image_size": 16,
-    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "attention_multiplier": 0.5,
+    "patch_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_stages": 2, "attention_multiplier": 0.5,
 }  # fmt: skip
 
 
@@ -124,6 +124,7 @@ def _derive_model_layout(family: Family, model_type: str, more: Mapping[str, Any
     last = max((index for index, name in enumerate(trace.calls) if name.startswith(inside)), default=-1)
     closing = {stack.stream.final_norm for stack in stacks}
     head = [name for name in trace.calls[last + 1 :] if stacks or is_linear(trace.module(name))]
+    head = [name for name in head if name not in closing] if stacks else head[-1:]
     biases = [n for n, b in trace.model.named_buffers() if b.shape == (1, 64)]
     transposed = [n for n, m in trace.model.named_modules() if isinstance(m, Conv1D)]
     return Layout(
@@ -132,9 +133,15 @@ def _derive_model_layout(family: Family, model_type: str, more: Mapping[str, Any
         embedding_size_key=keys.embedding_size,
         default_embedding_size=_default_embedding_size(model_type, keys.hidden_size, keys.embedding_size),
         head_modules=tuple(name for name in head if name not in closing),
+        head_input_vectors=_head_input_vectors(trace, head) if stacks else 1,
         logits_bias=biases[0] if biases else None,
         transposed_suffixes=tuple(dict.fromkeys(".".join(n.split(".")[-2:]) for n in transposed)),
     )
+
+
+def _head_input_vectors(trace: Trace, head: list[str]) -> int:
+    first = trace.module(head[0])
+    return _columns(first) // HIDDEN if is_linear(first) else 1
 
 
 def _tiny_config(name: str, more: Mapping[str, Any]) -> Any:
@@ -261,6 +268,7 @@ def _stack(
         distance_embeddings=distance_embeddings,
         distance_norm=distance_norm,
         other_tensors=_other_tensors(trace, path) if trace.input_kind == "images" else (),
+        part_scales=_part_scales(trace, block),
     )
     stack = Stack(
         ("encoder_layers", "decoder_layers")[number] if count > 1 else "layers",
@@ -330,6 +338,17 @@ def _other_tensors(trace: Trace, path: str) -> tuple[tuple[str, int], ...]:
     return tuple(tensors)
 
 
+def _part_scales(trace: Trace, block: str) -> tuple[str, ...]:
+    """Return the tensors of a block, as wide as the states, that are in no linear layer or norm."""
+    return tuple(
+        name
+        for name, parameter in trace.module(block).named_parameters()
+        if parameter.shape == (HIDDEN,)
+        and not is_linear(owner := trace.module(f"{block}.{name}".rpartition(".")[0]))
+        and not is_norm(owner)
+    )
+
+
 def _feed_forward(trace: Trace, block: str, linear: list[str]) -> FeedForward:
     """Return the feed-forward part of these layers, in the order of their calls, without config keys."""
     if not 2 <= len(linear) <= 3:
@@ -383,6 +402,8 @@ class _ConfigKeys:
             intermediate_size_key=self._required(f"{name}.neurons"),
             activation_key=self._required(f"{name}.activation"),
         )
+        down = self._trace.module(f"{stack.module_path}.0.{feed.down}")
+        feed = replace(feed, size_is_ratio=config[feed.intermediate_size_key] != _columns(down))
         return replace(
             stack,
             num_layers_key=self._required(f"{name}.layers"),

@@ -132,7 +132,11 @@ def _influence_of_parts(model: Any, parts: Sequence[LayerPart]) -> Iterator[Infl
     scale = 1.0 if family is None else family.residual_scale(model.config.to_dict())
 
     def see(part: LayerPart, x: Tensor, added: Tensor) -> None:
-        sums.add(part, x, x.double() + scale * added.double())
+        channel_scales = part.block.stack.stream.part_scales
+        scaled = scale * added.double()
+        if channel_scales:
+            scaled = scaled * model.get_parameter(f"{part.block.module_path}.{channel_scales[part.index]}")
+        sums.add(part, x, x.double() + scaled)
 
     with _part_hooks(model, parts, see):
         yield sums

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.backbone_utils import BackboneConfigMixin
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
@@ -128,6 +129,10 @@ def keep_layers(
                 module.layer_idx = new_index  # its place in the KV cache
     renumber_caches(model, layer_stack)
     set_config_value(model.config, layer_stack.num_layers_key, len(kept_indices))
+    # names a stage for each layer, which a classifier ignores
+    if isinstance(model.config, BackboneConfigMixin):
+        model.config.stage_names = model.config.stage_names[: len(kept_indices) + 1]
+        model.config.set_output_features_output_indices(out_features=None, out_indices=None)
     for key in layer_stack.per_layer_keys:
         values = getattr(model.config, key, None)
         if isinstance(values, list):

@@ -114,6 +114,9 @@ class Factorize(Stage[FactorizeSettings]):
             kind = with_article(family.name)
             text = f"{kind} model has no convolutions; use whitened-svd."
             return [error_message("does-not-fit-model", text, setting="method")], config
+        if family is not None and not family.has_dense_kernels:
+            text = f"{with_article(family.name)} model has depthwise convolutions; remove factorize."
+            return [error_message("does-not-fit-model", text)], config
         if reason is not None and not settings.for_convolutions:
             text = f"{reason}; use tucker or cp for its convolutions."
             return [error_message("does-not-fit-model", text, setting="method")], config

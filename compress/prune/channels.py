@@ -82,8 +82,7 @@ def find_channels(model: Any) -> list[ChannelGroup]:
     """Return the channel groups of `model` that can be pruned, in order."""
     family = family_of(model)
     assert family is not None
-    assert family.conv_and_norm is not None
-    convolution, norm = family.conv_and_norm
+    convolution, norm = family.convs_and_norms[0]
     groups = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == family.conv_chain:

@@ -14,7 +14,13 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.system import install_command, package_problem
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
+from smelt.models.families.registry import (
+    FAMILIES,
+    find_family,
+    fixed_width_reason,
+    no_blocks_reason,
+    reads_images,
+)
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
@@ -286,6 +292,14 @@ def fixed_width_errors(task: Task, targets: Collection[str], setting: str) -> li
     return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
 
 
+def fixed_channel_errors(config: Mapping[str, Any], targets: Collection[str], setting: str) -> list[Message]:
+    """Return the error if `targets`, the value of `setting`, has a width that models of `config` keep."""
+    reason = fixed_width_reason(config)
+    if reason is None or "width" not in targets:
+        return []
+    return [error_message("fixed-width", f"{reason}. Set targets: [heads, ffn].", setting=setting)]
+
+
 def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:
     """Return errors about targets that cannot be removed from a model of this config.
 
@@ -300,17 +314,21 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
     if family is not None and family.is_user_module:
         return _user_module_errors(targets, reads_images(config))
     if "channels" in targets:
-        text = f"{config.get('model_type')} models have no chains of convolutions. Set targets: [heads, ffn]."
+        remedy = "Set targets: [heads, ffn]." if no_blocks_reason(config) is None else "Remove prune."
+        text = f"{config.get('model_type')} models have no chains of convolutions. {remedy}"
         has_chains = family is None or family.conv_chain is not None
         return [] if has_chains else [error_message("does-not-fit-model", text, setting="targets")]
     if (no_blocks := no_blocks_reason(config)) is not None:
-        text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
+        has_chains = family is not None and family.conv_chain is not None
+        remedy = (
+            "Prune the channels of its convolutions: set targets: [channels]"
+            if has_chains
+            else "Remove prune"
+        )
+        text = f"{no_blocks}. {remedy}."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
-        text = f"{config.get('model_type')} models have convolutions as wide as the hidden states before the"
-        text += " encoder, which are not pruned. Set targets: [heads, ffn]."
-        is_audio = family is not None and family.input_kind == "audio"
-        return [error_message("does-not-fit-model", text, setting="targets")] if is_audio else []
+        return fixed_channel_errors(config, targets, "targets")
     reason = _fixed_heads_reason(config)
     if not reason or set(targets) != {"heads"}:
         return []
@@ -436,7 +454,8 @@ def fixed_width_error(config: Mapping[str, Any], task: Task) -> Message | None:
             "unsupported-family",
             f"{with_article(kind)} model is not supported. Supported: {', '.join(FAMILIES)}.",
         )
-    return next(iter(fixed_width_errors(task, ("width",), "targets")), None)
+    errors = fixed_width_errors(task, ("width",), "targets")
+    return next(iter([*errors, *fixed_channel_errors(config, ("width",), "targets")]), None)
 
 
 def fixed_heads_warnings(targets: Sequence[str], config: Mapping[str, Any]) -> list[Message]:

@@ -302,7 +302,7 @@ def update_config(model: Any, edits: list[Edit]) -> list[Edit]:
     attentions, blocks = find_groups(model)
     family = family_of(model)
     shared_keys = family.shared_config_keys if family else ()
-    for setting in {block.structure.intermediate_size_key for block in blocks}:
+    for setting in {b.structure.intermediate_size_key for b in blocks if not b.structure.size_is_ratio}:
         kind = [block for block in blocks if block.structure.intermediate_size_key == setting]
         widths = {block.count(model) for block in kind}
         if len(widths) > 1 or setting in shared_keys:

@@ -136,7 +136,7 @@ def cp_convolutions(model: Any) -> list[Any]:
 def is_convolutional(model: Any) -> bool:
     """Return whether `model` may be a convolutional network; patches of transformers do not count."""
     family = family_of(model)
-    return family is not None and (family.conv_chain is not None or family.is_user_module)
+    return family is not None and not family.stacks(model.config.to_dict())
 
 
 def quantize_layers(

@@ -218,6 +218,7 @@ class QatConv2d(_QatModule[QuantizedConv2d]):
     def __init__(self, home: QuantizedConv2d, weight: nn.Parameter) -> None:
         super().__init__()
         self._attach(home, weight)
+        self.stride, self.kernel_size, self.dilation = home.stride, home.kernel_size, home.dilation
         self.bias = None if home.bias is None else nn.Parameter(home.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:

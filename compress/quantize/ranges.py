@@ -305,9 +305,9 @@ class RoundingPoint:
 def rounding_points(model: Any) -> list[RoundingPoint]:
     """Return the rounding points of a convolutional network with folded batch norms."""
     family = family_of(model)
-    if family is None or family.conv_and_norm is None or family.conv_chain is None:
+    if family is None or family.conv_chain is None:
         return []
-    convolution, norm = family.conv_and_norm
+    convolution, norm = family.convs_and_norms[0]
     points: list[RoundingPoint] = []
     for name, module in model.named_modules():
         owner, _, attribute = name.rpartition(".")

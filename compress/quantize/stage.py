@@ -249,7 +249,9 @@ def convolution_setting_errors(
             f" {scheme} quantizes no convolutions. Use scheme: {' or '.join(supported)}."
         )
         return [error_message("only-output-layer", text, setting="scheme")]
-    if scheme not in supported and not config.get("linear_layers"):
+    family = find_family(config)
+    has_linear_layers = config.get("linear_layers") or (family is not None and family.has_linear_blocks)
+    if scheme not in supported and not has_linear_layers:
         return [error_message("unsupported-scheme", scheme_text, setting="scheme")]
     output_layers = config.get("linear_output_layers") if settings.quantizes_output_layer else 0
     if config.get("linear_layers") == config.get("convolutions") == output_layers == 0:

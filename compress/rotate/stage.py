@@ -18,7 +18,7 @@ from smelt.compress.rotate.settings import RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, fixed_width_reason, no_blocks_reason
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
@@ -179,15 +179,25 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
         return None
     kind = f"{with_article(family.name)} model"
     streams = [stack.stream for stack in family.stacks(config)]
-    if not all(stream.pre_norm for stream in streams):
-        return f"{kind} has norms after the sums (post-norm), whose weights are those of single channels"
-    if any(stream.output_norms for stream in streams):
-        return f"{kind} has norms of its parts' outputs, whose weights are those of single channels"
-    if any(stream.embedding_norm for stream in streams):
-        return f"{kind} has a norm after the embeddings, whose weights are those of single channels"
-    if family.position_encoding.is_sinusoidal:
-        return f"{kind} computes its positions (sines) for single channels"
-    return None
+    reasons = {
+        "has norms after the sums (post-norm), whose weights are those of single channels": not all(
+            stream.pre_norm for stream in streams
+        ),
+        "has norms of its parts' outputs, whose weights are those of single channels": any(
+            stream.output_norms for stream in streams
+        ),
+        "has a norm after the embeddings, whose weights are those of single channels": any(
+            stream.embedding_norm for stream in streams
+        ),
+        "scales each channel of the outputs of its parts (LayerScale)": any(
+            stream.part_scales for stream in streams
+        ),
+        "computes its positions (sines) for single channels": family.position_encoding.is_sinusoidal,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            return f"{kind} {reason}"
+    return fixed_width_reason(config)
 
 
 def _unties(config: Mapping[str, Any]) -> bool:

@@ -232,13 +232,11 @@ def _convolutions_with_norms(model: Any) -> list[tuple[str, str]]:
     family = family_of(model)
     if family is not None and family.is_user_module:
         return traced_conv_norms(model)
-    if family is None or family.conv_and_norm is None:
-        return []
-    convolution, norm = family.conv_and_norm
     return [
         (f"{name}.{convolution}", f"{name}.{norm}")
         for name, module in model.named_modules()
-        if all(isinstance(getattr(module, child, None), nn.Module) for child in family.conv_and_norm)
+        for convolution, norm in (family.convs_and_norms if family else ())
+        if all(isinstance(getattr(module, child, None), nn.Module) for child in (convolution, norm))
     ]
 
 

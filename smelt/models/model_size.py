@@ -242,12 +242,10 @@ def read_model_size(folder: Path, config: Mapping[str, Any]) -> ModelSize | None
 
 
 def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: int) -> StackSize | None:
-    layers, units = stack.num_layers(config), config_value(config, stack.feed_forward.intermediate_size_key)
+    layers, feed = stack.num_layers(config), stack.feed_forward
     if layers is None or layers < 1:
         return None
-    if not isinstance(units, int):
-        units = 4 * width  # GPT-2's `n_inner` and others: absent
-    feed = stack.feed_forward
+    units = feed.neurons(config, width) or 4 * width  # GPT-2's `n_inner` and others: absent
     is_fused = feed.gate is not None and feed.gate == feed.up
     matrices = [(2 * units if is_fused else units, width) for _ in feed.input_layers] + [(width, units)]
     for attention in stack.attentions:

@@ -234,21 +234,35 @@ def limit_weight_cache(model: nn.Module, limit_bytes: int) -> None:
         matrix.caches_values = needed_bytes <= limit_bytes
 
 
+def _explicit_padding(convolution: nn.Conv2d) -> tuple[int, ...] | None:
+    """Return the padding of each side of both axes; None where "same" has one more at the end."""
+    if not isinstance(convolution.padding, str):
+        return convolution.padding
+    if convolution.padding == "valid":
+        return (0, 0)
+    sums = [d * (k - 1) for d, k in zip(convolution.dilation, convolution.kernel_size, strict=True)]
+    return None if any(total % 2 for total in sums) else tuple(total // 2 for total in sums)
+
+
 class QuantizedConv2d(nn.Module):
     """A quantized convolution: its kernel is a matrix [T, S * D * D] of a scheme."""
 
     def __init__(self, like: nn.Conv2d, matrix: QuantizedMatrix) -> None:
         super().__init__()
-        if like.padding_mode != "zeros" or isinstance(like.padding, str):
+        padding = _explicit_padding(like)
+        if like.padding_mode != "zeros" or padding is None:
             raise InputError(
-                f"scheme {matrix.scheme.name}: only convolutions with zero padding can be quantized.",
+                f"scheme {matrix.scheme.name}: only convolutions with zero padding, equal on both sides,"
+                " can be quantized.",
                 code="unsupported-layer",
             )
         self.in_channels, self.out_channels = like.in_channels, like.out_channels
         self.shape = tuple(like.weight.shape)
+        # MobileNetV2 computes its padding from these
+        self.stride, self.kernel_size, self.dilation = like.stride, like.kernel_size, like.dilation
         self.how: dict[str, Any] = {
             "stride": like.stride,
-            "padding": like.padding,
+            "padding": padding,
             "dilation": like.dilation,
             "groups": like.groups,
         }

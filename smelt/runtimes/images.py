@@ -58,6 +58,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "BitImageProcessor": _CLIP_DEFAULTS,
     "CLIPImageProcessor": _CLIP_DEFAULTS,
     "SiglipImageProcessor": {**_STANDARD, "size": {"height": 224, "width": 224}, "resample": _BICUBIC},
+    "MobileNetV2ImageProcessor": {
+        **_STANDARD, "size": {"shortest_edge": 256}, "resample": _BILINEAR, "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+    },
+    "EfficientNetImageProcessor": {
+        **_STANDARD, "size": {"height": 346, "width": 346}, "resample": _BICUBIC,
+        "crop_size": {"height": 289, "width": 289}, "rescale_offset": False, "include_top": True,
+    },
 }  # fmt: skip
 # For this kind an image whose shorter side has a target below this is first enlarged, then cropped.
 _CROPS, _CROPS_BELOW = "ConvNextImageProcessor", 384
@@ -196,7 +204,7 @@ def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
             edge, crop = int(edge / _positive(settings["crop_pct"], "crop_pct", path)), crop or square
         else:
             edge, size = None, square
-    normal = bool(settings["do_normalize"])
+    mean, std = _normalization(settings, path)
     return ImageProcessor(
         edge=edge,
         size=size,
@@ -205,9 +213,26 @@ def parse_processor(values: Mapping[str, Any], path: Path) -> ImageProcessor:
         scale=_positive(settings["rescale_factor"], "rescale_factor", path)
         if settings["do_rescale"]
         else None,
-        mean=_numbers(settings["image_mean"], "image_mean", path) if normal else None,
-        std=_numbers(settings["image_std"], "image_std", path, least=1e-12) if normal else None,
+        mean=mean,
+        std=std,
     )
+
+
+def _normalization(
+    settings: Mapping[str, Any], path: Path
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return mean and deviation of the channels, None without.
+
+    EfficientNet's processor can subtract 1 after the values are scaled (`rescale_offset`), and divides by the
+    deviation once more for a classifier (`include_top`).
+    """
+    normalizes, twice = bool(settings["do_normalize"]), bool(settings.get("include_top"))
+    offset = 1.0 if settings["do_rescale"] and settings.get("rescale_offset") else 0.0
+    if not (normalizes or twice or offset):
+        return None, None
+    mean = _numbers(settings["image_mean"], "image_mean", path) if normalizes else (0.0,) * 3
+    std = _numbers(settings["image_std"], "image_std", path, least=1e-12)
+    return tuple(m + offset for m in mean), tuple(s ** (normalizes + twice) for s in std)
 
 
 def _processor_class(values: Mapping[str, Any], path: Path) -> str:

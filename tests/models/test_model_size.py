@@ -18,7 +18,8 @@ from tests.support.models import every_family
 
 
 @pytest.mark.parametrize(
-    "family", ["marian", "t5", "bert", "albert", "modernbert", "gpt2", "opt", "qwen3", "phi3", "vit"]
+    "family",
+    ["marian", "t5", "bert", "albert", "modernbert", "gpt2", "opt", "qwen3", "phi3", "vit", "dinov2"],
 )
 def test_model_size_equals_transformers_model(family):
     folder = every_family.model_with_layers(family, 3)

@@ -29,6 +29,14 @@ KINDS = {
                                   "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}),
     "clip": ("CLIPImageProcessor", {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16}}),
     "siglip": ("SiglipImageProcessor", {"size": {"height": 20, "width": 24}}),
+    "mobilenet": ("MobileNetV2ImageProcessor",
+                  {"size": {"shortest_edge": 18}, "crop_size": {"height": 16, "width": 16}}),
+    "efficientnet": ("EfficientNetImageProcessor", {"size": {"height": 16, "width": 16}, "resample": 0,
+                                                    "image_std": [0.47, 0.48, 0.49]}),
+    "efficientnet, offset": ("EfficientNetImageProcessor", {"size": {"height": 16, "width": 16},
+        "rescale_factor": 1 / 127.5, "rescale_offset": True, "include_top": False}),
+    "efficientnet, only the second division": ("EfficientNetImageProcessor",
+        {"size": {"height": 16, "width": 16}, "do_normalize": False}),
 }  # fmt: skip
 SIZES = [(33, 20), (20, 33), (16, 16), (7, 5)]
 

@@ -52,6 +52,9 @@ class ResidualStream:
     """The norm of these embeddings, if there is one."""
     other_tensors: tuple[tuple[str, int], ...] = ()
     """Other tensors of the states, each with the axis of its width (patches of an image, its first token)."""
+    part_scales: tuple[str, ...] = ()
+    """Tensors [width] that multiply the outputs of the parts of a block before the sums, in the order of
+    `part_norms`, relative to the block (LayerScale of DINOv2), if there are any."""
 
 
 Config = Mapping[str, Any]
@@ -165,6 +168,8 @@ class FeedForward:
     """Whether the gate's rows are first, if one layer computes both."""
     activated_layer: Literal["up", "gate"] = "gate"
     """Which of the two outputs the activation function is applied to."""
+    size_is_ratio: bool = False
+    """Whether `intermediate_size_key` is a multiple of the hidden width (DINOv2's `mlp_ratio`)."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:
@@ -175,6 +180,12 @@ class FeedForward:
     def linear_layers(self) -> tuple[str, ...]:
         """Its linear layers, each once; the last is `down`."""
         return (*self.input_layers, self.down)
+
+    def neurons(self, config: Config, hidden_size: int) -> int | None:
+        """Return the number of neurons in `config`, None if it has none; of states of `hidden_size`."""
+        size = config_value(config, self.intermediate_size_key)
+        factor = hidden_size if self.size_is_ratio else 1
+        return int(size * factor) if isinstance(size, int | float) else None
 
     def with_prefix(self, block: str) -> FeedForward:
         """Return the part with its full names in a model, below `block`."""
@@ -240,6 +251,8 @@ class Layout:
     """The config key for the width of the token embedding, if it may differ."""
     default_embedding_size: int | None = None
     """The width that a config without this key means; None: that of the hidden states."""
+    head_input_vectors: int = 1
+    """How many vectors of hidden states the head reads as one (DINOv2: first token, mean of others)."""
     logits_bias: str | None = None
     """A buffer that is added to the outputs."""
     transposed_suffixes: tuple[str, ...] = ()
@@ -428,11 +441,16 @@ class Family:
     """Pairs of a pattern and its replacement, tried in order, for tensor names in older checkpoints."""
     published_tensors: tuple[tuple[str, str], ...] = ()
     """Such pairs from the model's tensor names to those in transformers' files, where these differ."""
-    conv_and_norm: tuple[str, str] | None = None
-    """The names of a convolution and the batch norm that alone uses its output, in any module with both."""
+    convs_and_norms: tuple[tuple[str, str], ...] = ()
+    """Pairs of the names of a convolution and the batch norm that alone uses its output, in any module with
+    both; those of a `conv_chain` first."""
     conv_chain: str | None = None
     """The name of a sequence of such pairs, each with the output of the one before as its only use; the last
     output is added to the input."""
+    has_linear_blocks: bool = False
+    """Whether most weights of a network without stacks are those of linear layers (ConvNeXt)."""
+    has_dense_kernels: bool = True
+    """Whether kernels above 1 x 1 can be factorized; otherwise they are depthwise (MobileNetV2)."""
     conv_shortcut: str = ""
     """The module next to a chain that computes the other summand, by such a pair or unchanged."""
     embedding_scale: Callable[[Config], float] = lambda config: 1.0
@@ -544,6 +562,11 @@ class Family:
     def head_modules(self) -> tuple[str, ...]:
         """See `Layout`."""
         return self.layouts[""].head_modules
+
+    @property
+    def head_input_vectors(self) -> int:
+        """See `Layout`."""
+        return self.layouts[""].head_input_vectors
 
     @property
     def logits_bias(self) -> str | None:

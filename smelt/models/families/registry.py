@@ -25,8 +25,12 @@ from smelt.models.families import (
     bart,
     bert,
     clip,
+    convnext,
+    convnextv2,
     deberta_v2,
+    dinov2,
     distilbert,
+    efficientnet,
     electra,
     gemma,
     gemma3_text,
@@ -38,6 +42,7 @@ from smelt.models.families import (
     marian,
     mbart,
     mistral,
+    mobilenet_v2,
     modernbert,
     mpnet,
     mt5,
@@ -64,7 +69,7 @@ from smelt.models.families.family import Attention, Config, Family, FeedForward,
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _AUDIO_MODULES = (whisper,)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
-_IMAGE_MODULES = (vit, resnet)
+_IMAGE_MODULES = (vit, dinov2, resnet, convnext, convnextv2, mobilenet_v2, efficientnet)
 _IMAGE_TEXT_MODULES = (clip, siglip)
 _LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, gemma3_text, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, phi, *_LLAMA_MODULES, starcoder2)
@@ -165,6 +170,19 @@ def no_blocks_reason(config: Config) -> str | None:
     if family.is_user_module:
         return "in a PyTorch module of your own, attention and feed-forward blocks are not known"
     return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"
+
+
+def fixed_width_reason(config: Config) -> str | None:
+    """Return why the hidden states of a model of this config cannot get other channels; None if they can."""
+    family = find_family(config)
+    if family is not None and family.input_kind == "audio":
+        return f"convolutions before the encoder of {with_article(family.name)} model are as wide"
+    if family is None or family.head_input_vectors == 1:
+        return None
+    return (
+        f"the head of {with_article(family.name)} model reads {family.head_input_vectors} vectors of its"
+        " hidden states as one"
+    )
 
 
 # The attribute of a block with its removed parts.
@@ -363,9 +381,10 @@ def norm_consumers(model: Any) -> list[NormConsumers]:
         for layer in _join_paths(block, (attention.key, attention.value))
     ]
     head = list(output_modules(model))
+    head_readers = head[:1] if family.head_input_vectors == 1 else []
     for number, stack in enumerate(stacks):
         last = number == len(stacks) - 1
-        _collect_stack(collector, stack, head[:1] if last else cross_layers)
+        _collect_stack(collector, stack, head_readers if last else cross_layers)
     for norm, reader in pairwise(head):
         if has_norm_at(collector.model, norm):
             collector.add(norm, [reader], only=True)

@@ -5,22 +5,15 @@ It has no blocks of attention and feed-forward parts: techniques on those reject
 
 from __future__ import annotations
 
-from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
-
-
-def unsupported_config(config: Config) -> list[str]:
-    """Return the unsupported settings of a config."""
-    if config.get("num_channels", 3) != 3:
-        return [f"num_channels is {config['num_channels']}; only 3 (RGB) is supported."]
-    return []
-
+from smelt.models.families.family import IMAGE_TASKS, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.vit import unsupported_config
 
 FAMILY = Family(
     name="resnet",
     tasks=IMAGE_TASKS,
     learning_rate=PublishedLearningRate(5e-4, None),  # as benchmarks/recipes/resnet-cifar10.yaml
     input_kind="images",
-    conv_and_norm=("convolution", "normalization"),
+    convs_and_norms=(("convolution", "normalization"),),
     conv_chain="layer",  # of a basic or a bottleneck block
     conv_shortcut="shortcut",
     position_encoding=PositionEncoding(None),

@@ -15,7 +15,7 @@ from typing import Any
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.read_rows import read_file_rows
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
 from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage
@@ -95,7 +95,7 @@ def propose_steps(
             _export_steps(machine, convolutional, "small", scheme, int8_source, per_tensor),
         )
     else:
-        steps = _training_free_steps(model_info.task, machine, convolutional, calibration, scheme)
+        steps = _training_free_steps(model_info, machine, convolutional, calibration, scheme)
     for step in steps:
         if model_info.task in load_stage(step.stage).tasks:
             yield step
@@ -128,9 +128,18 @@ def _teacher_setting(model_info: ModelInfo) -> str:
     return "teacher: tuned, " if model_info.needs_classifier else ""
 
 
+def _is_depthwise(config: Mapping[str, Any]) -> bool:
+    """Return whether convolutions with kernels are depthwise, so that none can be factorized."""
+    family = find_family(config)
+    return family is not None and not family.has_dense_kernels
+
+
 def _training_steps(model_info: ModelInfo, rows: int) -> Iterator[ProposedStep]:
     yield from _classifier_training(model_info)
     teacher, traits = _teacher_setting(model_info), model_info.traits
+    if _is_depthwise(model_info.config):
+        yield ProposedStep("quantize", f"{{scheme: {STATIC_SCHEME}}}", "int8 convolutions", "small")
+        return
     if no_blocks_reason(model_info.config):
         yield ProposedStep("factorize", "{method: tucker, keep_ratio: 0.5}", "low-rank convolutions")
         settings = f"{{{teacher}losses: {{logits: 1.0, labels: 0.5}}, epochs: 3}}"
@@ -221,9 +230,14 @@ def layer_counts(model_info: ModelInfo) -> dict[str, int]:
 
 
 def _training_free_steps(
-    task: Task, machine: MachineInfo, convolutional: bool, calibration: bool, scheme: str
+    model_info: ModelInfo, machine: MachineInfo, convolutional: bool, calibration: bool, scheme: str
 ) -> Iterator[ProposedStep]:
     """Yield exports and quantization: nothing restores the quality that pruning or low ranks lose."""
+    if _is_depthwise(model_info.config):
+        if calibration:
+            yield ProposedStep("quantize", f"{{scheme: {STATIC_SCHEME}}}", "int8 convolutions", "small")
+        yield from _export_steps(machine, convolutional, "small" if calibration else MODEL_STEP, scheme)
+        return
     if convolutional:
         settings = "{method: tucker, energy: 0.9}"
         yield ProposedStep("factorize", settings, "with training samples, add distill after it", "small")
@@ -234,7 +248,7 @@ def _training_free_steps(
     if not calibration:
         settings, name = f"{{scheme: {four_bits}, clip: mse}}", four_bits
         comment = "4-bit weights in clipped ranges; a calibration file improves them"
-    elif task_traits(task).generates or scheme == STATIC_SCHEME:  # proposed above
+    elif model_info.traits.generates or scheme == STATIC_SCHEME:  # proposed above
         settings, name = f"{{scheme: {four_bits}, method: gptq}}", four_bits
         comment = "4-bit weights, rounded on calibration samples"
     else:

@@ -22,7 +22,7 @@ from smelt.core.locks import file_lock
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import METRICS, METRICS_BY_TASK, is_lower_better
-from smelt.models.families.registry import no_blocks_reason
+from smelt.models.families.registry import find_family, no_blocks_reason
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store
 from smelt.pipeline.execute.step_runner import resolve_task
@@ -35,7 +35,7 @@ from smelt.pipeline.recipe.yaml_file import dump_yaml, parse_yaml
 from smelt.pipeline.search.report import finish_search
 from smelt.pipeline.search.space import SearchSpace, read_space
 from smelt.pipeline.search.study import Search, SearchOptions
-from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES_BY_BITS
+from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES_BY_BITS, STATIC_SCHEME
 from smelt.training.processes import require_single_process
 
 RECIPE_FILE = "shrink.yaml"
@@ -370,7 +370,11 @@ def _space_stages(
             stages.append({stage: settings} | ({"optional": "search"} if optional else {}))
             reasons.append(f"{stage}: {why}.")
 
-    if has_no_blocks:
+    family = find_family(info.config)
+    is_depthwise = family is not None and not family.has_dense_kernels
+    if is_depthwise:
+        reasons.append("Not factorize: its convolutions are depthwise.")
+    elif has_no_blocks:
         add("factorize", {"method": "tucker", "keep_ratio": _choices(0.3, 0.5, 0.7)}, "low-rank convolutions")
     elif trains:
         importance = {"importance": "magnitude"} if info.traits.output == "embedding" else {}
@@ -400,7 +404,9 @@ def _space_stages(
             reasons.append(
                 f"Not shortlist: it needs {MIN_SHORTLIST_ROWS:,} training samples, not {measured.rows:,}."
             )
-    if not has_no_blocks:
+    if is_depthwise and trains:
+        add("quantize", {"scheme": STATIC_SCHEME}, "convolutions of 8 bits")
+    elif not has_no_blocks:
         schemes = _choices(DEFAULT_SCHEME, SCHEMES_BY_BITS[4].name)
         add("quantize", {"scheme": schemes}, "weights of 8 or 4 bits")
     autotune_setting = (

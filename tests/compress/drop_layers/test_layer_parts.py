@@ -18,6 +18,9 @@ def _loaded(family, layers=3):
 
 
 def _inputs(model):
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        return {"pixel_values": pixels}
     ids = torch.randint(5, 20, (3, 9), generator=torch.Generator().manual_seed(0))
     return {
         "input_ids": ids,
@@ -73,7 +76,7 @@ def _between(model, parts):
     return states_by_part
 
 
-@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
+@pytest.mark.parametrize("family", [*SEPARATE_BLOCKS, "dinov2"])
 def test_part_influence_equals_states_before_and_after(family):
     model = _loaded(family)
     for block in blocks_of(model):

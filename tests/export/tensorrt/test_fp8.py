@@ -30,7 +30,7 @@ SHAPES = {"x": ((1, WIDE), (8, WIDE), (16, WIDE))}
 FAMILIES = ["bert", "llama", "marian"]
 CASES = [("bert", "fp16"), ("llama", "fp16"), ("marian", "fp16"), ("llama", "bf16")]
 if matrix.is_full_matrix():
-    CODED = [family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"]
+    CODED = [family for family in tensorrt_graphs.GRAPH_COUNTS if family not in tensorrt_graphs.CONVOLUTIONAL]
     CASES = [(family, dtype) for family in CODED for dtype in ("fp32", "fp16", "bf16")]
 
 

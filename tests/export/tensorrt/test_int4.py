@@ -31,7 +31,7 @@ FAMILIES = ["bert", "llama", "marian"]
 CASES = matrix.matrix_cells(FAMILIES, ("fp16", "fp32")) if matrix.is_full_matrix() else [("marian", "fp16")]
 if matrix.is_full_matrix():
     CODED = [
-        family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
+        family for family in tensorrt_graphs.GRAPH_COUNTS if family not in tensorrt_graphs.CONVOLUTIONAL
     ]  # which has no products to code
     CASES += [(family, "fp16") for family in CODED if family not in FAMILIES]
 

@@ -21,7 +21,7 @@ WIDE = 1024
 
 # a decoder alone; else all
 CODED = [
-    family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"
+    family for family in tensorrt_graphs.GRAPH_COUNTS if family not in tensorrt_graphs.CONVOLUTIONAL
 ]  # which has no products to code
 FAMILIES = CODED if matrix.is_full_matrix() else ["llama"]
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("fp32", "fp16")]

@@ -33,7 +33,7 @@ CASES = [
     ("llama", "nvfp4 weights", "fp16"),
 ]  # fmt: skip
 if matrix.is_full_matrix():
-    CODED = [family for family in tensorrt_graphs.GRAPH_COUNTS if family != "resnet"]
+    CODED = [family for family in tensorrt_graphs.GRAPH_COUNTS if family not in tensorrt_graphs.CONVOLUTIONAL]
     CASES = [
         (family, scheme, dtype)
         for family in CODED

@@ -17,7 +17,11 @@ from tests.support.pairs import matrix
 from tools.family_layouts import derive_all, derive_layout
 from tools.family_trace import CannotDescribeError
 
-DERIVED = sorted(FAMILIES) if matrix.is_full_matrix() else sorted({*every_family.DISTINCT_FAMILIES, "vit"})
+DERIVED = (
+    sorted(FAMILIES)
+    if matrix.is_full_matrix()
+    else sorted({*every_family.DISTINCT_FAMILIES, "vit", "dinov2"})
+)
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -190,15 +190,17 @@ def test_classifier_keeps_half_of_its_layers(models, count, expected):
 
 
 def test_init_stages_for_image_models(tmp_path):
-    for kind in ("vit", "resnet"):
+    for kind in ("vit", "resnet", "convnext", "mobilenet_v2", "efficientnet"):
         images.write_model(tmp_path / kind, kind)
     images.write_class_folders(tmp_path / "rows" / "train")
     stages = {}
-    for kind in ("vit", "resnet"):
+    for kind in ("vit", "resnet", "convnext", "mobilenet_v2", "efficientnet"):
         _, path = fast(tmp_path / kind, tmp_path / "rows", tmp_path / f"{kind}.yaml", images.TASK)
         stages[kind] = [step.stage for step in load_plan(path).steps if step.name not in ALONE]
     assert stages["vit"] == NARROW
-    assert stages["resnet"] == ["factorize", "distill", "onnx"]
+    assert stages["resnet"] == stages["convnext"] == ["factorize", "distill", "onnx"]
+    # depthwise convolutions are not factorized
+    assert stages["mobilenet_v2"] == stages["efficientnet"] == ["quantize", "onnx"]
 
 
 def test_nothing_is_distilled_without_training_samples(tmp_path, models):

@@ -135,3 +135,54 @@ def test_stages_unsupported_for_untrained_convolutions_are_rejected_by_plan(stag
     config.write_text(json.dumps({"model_type": "resnet"} | images.CONFIGS["resnet"]))
     path.write_text(path.read_text().replace('model: "model"', "model: {config: small.json, image_size: 16}"))
     assert (code, setting) in refusal(path, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "code", "setting"),
+    [
+        ("prune: {targets: [width]}", "fixed-width", "prune.targets"),
+        ("finetune: {learned_masks: {targets: [width]}}", "fixed-width", "finetune.learned_masks.targets"),
+        ("rotate: {}", "fixed-basis", "rotate.targets"),
+    ],
+)
+def test_other_width_of_a_concatenating_head_is_rejected_by_plan(stage, code, setting, tmp_path):
+    """DINOv2's head reads the first token and the mean of the others as one vector."""
+    assert (code, setting) in refusal(recipe(tmp_path, [stage], "dinov2"), 0)
+
+
+def test_vision_transformer_with_layer_scale_is_pruned_quantized_and_exported(tmp_path):
+    stages = [*CUT, "quantize: {scheme: int8-dynamic}", "onnx: {target: ort-cpu}"]
+    steps = finished(recipe(tmp_path, stages, "dinov2"))
+    sizes = [steps[name]["parameters"] for name in ("model", "drop-layers", "prune", "distill", "factorize")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+    assert {"accuracy", "f1"} <= set(steps["onnx"]["quality"])
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [
+        ("convnext", ["factorize: {method: tucker, keep_ratio: 0.5}", "quantize: {scheme: int8-static}"]),
+        ("convnextv2", ["quantize: {scheme: int8-dynamic}"]),
+        ("mobilenet_v2", ["quantize: {scheme: int8-static}"]),
+        ("efficientnet", ["quantize: {scheme: int8-static}"]),
+    ],
+)
+def test_convolutional_families_are_distilled_quantized_and_exported(family, stages, tmp_path):
+    steps = finished(recipe(tmp_path, [f"distill: {{{TRAIN}}}", *stages, "onnx: {target: ort-cpu}"], family))
+    assert steps["onnx"]["details"]["parity"]["model"]["operators"] > 0
+    assert {"accuracy", "f1"} <= set(steps["onnx"]["quality"])
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "setting"),
+    [
+        ("convnext", "prune: {targets: [channels]}", "prune.targets"),
+        ("convnext", "prune: {}", "prune.targets"),
+        ("convnext", "factorize: {}", "factorize.method"),
+        ("mobilenet_v2", "factorize: {method: tucker}", "factorize"),
+        ("efficientnet", "factorize: {method: cp}", "factorize"),
+    ],
+)
+def test_stages_unsupported_for_other_convolutions_are_rejected_by_plan(family, stage, setting, tmp_path):
+    assert ("does-not-fit-model", setting) in refusal(recipe(tmp_path, [stage], family), 0)

@@ -45,6 +45,7 @@ CHAINS = {
     "chain-parts": ("depth-parts", "prune", "finetune", "int4"),
     "chain-narrow": ("width", "prune", "finetune", "int4"),
     "chain-channels": ("channels", "finetune", "channels"),
+    "chain-static-convolutions": ("int8-plain", "finetune"),
     "chain-convolutions": ("channels", "int8-plain", "finetune"),
     "chain-words": ("vocabulary", "student", "int8-dynamic"),
     "chain-sparse": ("sparsify", "prune", "finetune", "int8-dynamic"),
@@ -61,7 +62,7 @@ FAST = {
     ("t5", "chain-parts"), ("resnet", "chain-convolutions"), ("electra", "chain-narrow"),
     ("gpt_neox", "chain"), ("granite", "chain"), ("smollm3", "chain-awq"), ("mt5", "chain"),
     ("gemma3_text", "chain"), ("phi", "chain"),
-    ("deberta-v2", "chain-narrow"),
+    ("deberta-v2", "chain-narrow"), ("dinov2", "chain"), ("mobilenet_v2", "chain-static-convolutions"),
 }  # fmt: skip
 
 
@@ -89,7 +90,11 @@ CELLS_OPENVINO = _cells(
 )
 # TensorRT's graphs with the sizes of engines, for ONNX Runtime's provider of it, in float32 and int8
 CELLS_PROVIDER = _cells(["prune", "int8-plain"], {("qwen2", "prune")})
-CELLS_PROVIDER = [cell for cell in CELLS_PROVIDER if cell != ("resnet", "int8-plain")]  # refused
+CELLS_PROVIDER = [  # convolutions in int8 are refused
+    (name, row)
+    for name, row in CELLS_PROVIDER
+    if row != "int8-plain" or FAMILIES[ALL_MODELS[name].kind].stacks({})
+]
 
 
 def _schemes(row):

@@ -11,8 +11,8 @@ from tests.support.graphs import graph_exports
 from tests.support.graphs.graph_exports import ROWS, make_context
 
 __all__ = [
-    "COMMON_FAMILIES", "GRAPH_COUNTS", "ROWS", "copy_graphs", "exported_folder", "graphs_with_shapes",
-    "make_context",
+    "COMMON_FAMILIES", "CONVOLUTIONAL", "GRAPH_COUNTS", "ROWS", "copy_graphs", "exported_folder",
+    "graphs_with_shapes", "make_context",
 ]  # fmt: skip
 
 GRAPH_COUNTS = {
@@ -20,6 +20,8 @@ GRAPH_COUNTS = {
     for name in graph_exports.FAMILIES
 }
 """Families, and how many graphs each leaves as."""
+CONVOLUTIONAL = {name for name, family in REGISTERED.items() if not family.stacks({})}
+"""Those of convolutions, whose int8 has uint8 activations, and which have no blocks to quantize."""
 COMMON_FAMILIES = ("marian", "t5", "roberta", "embedder", "gpt2", "llama")
 """Those that are taken without SMELT_MATRIX=all: one of each kind, and two where what is fed differs."""
 

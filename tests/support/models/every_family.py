@@ -119,7 +119,12 @@ MODELS: dict[str, TinyFamily] = {
     "smollm3": TinyFamily(STACK, config=GATED_CONFIG | {"no_rope_layer_interval": 2}, like="qwen3"),
     "vit": TinyFamily(STACK, images.write_model),
     "whisper": TinyFamily(ENCODER_DECODER_LAYERS, speech.write_whisper),
+    "dinov2": TinyFamily(STACK, partial(images.write_model, family="dinov2")),
     "resnet": TinyFamily((), partial(images.write_model, family="resnet")),
+    "convnext": TinyFamily((), partial(images.write_model, family="convnext")),
+    "convnextv2": TinyFamily((), partial(images.write_model, family="convnextv2"), like="convnext"),
+    "mobilenet_v2": TinyFamily((), partial(images.write_model, family="mobilenet_v2")),
+    "efficientnet": TinyFamily((), partial(images.write_model, family="efficientnet")),
     "clip": TinyFamily(STACK, image_text.write_model),
     "siglip": TinyFamily(STACK, partial(image_text.write_model, family="siglip"), like="clip"),
 }  # fmt: skip

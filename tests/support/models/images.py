@@ -20,9 +20,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "image_size": IMAGE_SIZE, "patch_size": 4,
     },
+    "dinov2": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2,
+        "image_size": 24, "patch_size": 4,  # positions of another size, which are interpolated
+    },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "convnextv2": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    "mobilenet_v2": {"depth_multiplier": 0.25, "depth_divisible_by": 4, "min_depth": 4, "expand_ratio": 2.0},
+    "efficientnet": {
+        "width_coefficient": 0.05, "depth_coefficient": 1.0, "depth_divisor": 4, "hidden_dim": 64,
+        "in_channels": [32, 160], "out_channels": [160, 320], "kernel_sizes": [3, 5], "strides": [1, 2],
+        "num_block_repeats": [2, 2], "expand_ratios": [1, 2],
+    },
 }  # fmt: skip
 LABELS = ("dark", "light")
+POSITIVE_TENSORS = (
+    *("running_var", "normalization.weight", "batchnorm.weight", "_bn.weight", "depthwise_norm.weight"),
+    *("lambda1", "layer_scale_parameter"),
+)
+"""Endings of factors of channels, which a new model has as one, or as almost zero."""
 
 
 @written_once
@@ -49,7 +66,7 @@ def write_model(folder: Path, family: str = "vit", **config: Any) -> Path:
                 tensor.normal_(0, 0.3)
             elif name.endswith(("running_mean", "normalization.bias")):
                 tensor.normal_(0, 0.5)
-            elif name.endswith(("running_var", "normalization.weight")):
+            elif name.endswith(POSITIVE_TENSORS):
                 tensor.uniform_(0.5, 1.5)
     (folder / PROCESSOR_FILE).unlink()
     save_model(model, edits, folder, random_folder)

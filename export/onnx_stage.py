@@ -290,7 +290,7 @@ class Onnx(Stage[OnnxSettings]):
         "torch.onnx.export(dynamo=True); ONNX Runtime docs/ContribOperators.md;"
         " github.com/daquexian/onnx-simplifier"
     )
-    version: ClassVar[int] = 21
+    version: ClassVar[int] = 22
     settings_type: ClassVar[type[Settings]] = OnnxSettings
 
     @classmethod

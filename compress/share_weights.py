@@ -281,8 +281,8 @@ def _shareable_parts(
             ]
             by_part.append([layer_names for block_layers in linear_layers for layer_names in block_layers])
     if "ffn" in targets:
-        feeds = [block.feed_forward for block in blocks]
-        by_part.append([feed_forward.linear_layers for feed_forward in feeds if feed_forward is not None])
+        layers_of_blocks = [[n for part in b.feed_forwards for n in part.linear_layers] for b in blocks]
+        by_part.append([tuple(names) for names in layers_of_blocks if names])
     if "norms" in targets:
         norms = {model.get_submodule(consumers.norm) for consumers in norm_consumers(model)}
         by_suffix: dict[str, list[tuple[str, ...]]] = {}

@@ -502,11 +502,11 @@ def _run_block(
 
 
 def _part_outputs(block: Block) -> Iterator[tuple[str, str]]:
-    """Yield the name of each part of a block, and of the linear layer that computes its output."""
+    """Yield the name of each part of a block, and of the module that computes its output."""
     for attention in block.attentions:
         yield "cross-attention" if attention.cross else "self-attention", attention.out
-    if block.feed_forward is not None:
-        yield "feed-forward", block.feed_forward.down
+    if block.feed_forwards:
+        yield "feed-forward", block.stack.feed_forward.with_prefix(block.module_path).output_module
 
 
 def _hidden_states(output: BlockOutput) -> Tensor:

@@ -72,8 +72,9 @@ class LayerPart:
 
     @property
     def output_layer(self) -> str:
-        """The dotted name of the part's last linear layer."""
-        return self.structure.linear_layers[-1]
+        """The dotted name of the module that computes the part's output."""
+        structure = self.structure
+        return structure.out if isinstance(structure, Attention) else structure.output_module
 
     @property
     def norm(self) -> str:

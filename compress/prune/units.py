@@ -198,7 +198,7 @@ def find_groups(
         for parts in block.attentions:
             if not parts.fixed_heads_reason:
                 attentions.setdefault(_modules(model, parts.linear_layers), []).append(parts)
-        if (feed_forward := block.feed_forward) is not None:
+        for feed_forward in block.feed_forwards:
             feeds.setdefault(_modules(model, feed_forward.linear_layers), feed_forward)
     groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]

@@ -191,6 +191,13 @@ class FeedForward:
     """Whether the gate's rows are first, if one layer computes both."""
     activated_layer: Literal["up", "gate"] = "gate"
     """Which of the two outputs the activation function is applied to."""
+    experts: str | None = None
+    """The list of experts, of which a router selects some for each token; None without. `up`, `gate` and
+    `down` are then those of each expert, with `*` for its index."""
+    router: str | None = None
+    """The module that selects experts from the same input, if there are any."""
+    num_experts_key: str | None = None
+    """The config key for the number of experts, if there are any."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:
@@ -202,11 +209,27 @@ class FeedForward:
         """Its linear layers, each once; the last is `down`."""
         return (*self.input_layers, self.down)
 
+    @property
+    def output_module(self) -> str:
+        """The module whose output is that of the part: `down`, or of experts the one that adds them."""
+        return self.down if self.experts is None else self.name
+
+    def expert(self, index: int) -> FeedForward:
+        """Return the expert `index` as a part of its own; without experts, the part itself."""
+        if self.experts is None:
+            return self
+        up, down, gate = (name and name.replace("*", str(index)) for name in (self.up, self.down, self.gate))
+        name = f"{self.experts}.{index}"
+        return replace(self, name=name, up=str(up), down=str(down), gate=gate, experts=None, router=None)
+
     def with_prefix(self, block: str) -> FeedForward:
         """Return the part with its full names in a model, below `block`."""
         gate = None if self.gate is None else _join_path(block, self.gate)
         name, up_name, down_name = (_join_path(block, n) for n in (self.name, self.up, self.down))
-        return replace(self, name=name, up=up_name, down=down_name, gate=gate)
+        experts, router = (n and _join_path(block, n) for n in (self.experts, self.router))
+        return replace(
+            self, name=name, up=up_name, down=down_name, gate=gate, experts=experts, router=router
+        )
 
 
 MODULE_PREFIX = "network"

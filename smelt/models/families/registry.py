@@ -36,6 +36,7 @@ from smelt.models.families import (
     marian,
     mbart,
     mistral,
+    mixtral,
     modernbert,
     mpnet,
     mt5,
@@ -58,7 +59,7 @@ from smelt.models.families.family import Attention, Config, Family, FeedForward,
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, resnet)
-_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, smollm3)
+_LLAMA_MODULES = (llama, mistral, mixtral, qwen2, qwen3, gemma, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -165,17 +166,18 @@ class Block:
         )
 
     @property
-    def feed_forward(self) -> FeedForward | None:
-        """Its feed-forward part, with its full names in the model; None if it was removed."""
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """Its feed-forward part, with its full names in the model, or its experts; none if it was removed."""
         if len(self.stack.attentions) in skipped_parts(self.module):
-            return None
-        return self.stack.feed_forward.with_prefix(self.module_path)
+            return ()
+        part = self.stack.feed_forward
+        number = 1 if part.experts is None else len(self.module.get_submodule(part.experts))
+        return tuple(part.expert(index).with_prefix(self.module_path) for index in range(number))
 
     @property
     def parts(self) -> tuple[Attention | FeedForward, ...]:
-        """Its attentions and feed-forward part, in order, without removed ones."""
-        feed = self.feed_forward
-        return self.attentions if feed is None else (*self.attentions, feed)
+        """Its attentions and feed-forward part or experts, in order, without removed ones."""
+        return (*self.attentions, *self.feed_forwards)
 
 
 def skipped_parts(block: Any) -> frozenset[int]:
@@ -363,12 +365,14 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
     elif source:
         collector.add(source, [], only=False)
     for block in _block_paths(collector.model, stack):
-        part_inputs = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
+        is_routed = stack.feed_forward.experts is not None  # the router, no linear layer, uses the norm too
+        part_inputs = [*map(_state_layers, stack.attentions)]
+        part_inputs.append(() if is_routed else stack.feed_forward.input_layers)
         removed_parts = skipped_parts(collector.model.get_submodule(block))
         for index, (name, layers) in enumerate(zip(stream.part_norms, part_inputs, strict=True)):
             norm, readers = f"{block}.{name}", [] if index in removed_parts else _join_paths(block, layers)
             if stream.pre_norm and has_norm_at(collector.model, norm):
-                collector.add(norm, readers, only=True)
+                collector.add(norm, readers, only=not (is_routed and index == len(stack.attentions)))
             elif source:  # the part uses the hidden states directly, and so does the sum after it
                 collector.add(source, readers, only=False)
             if index < len(stack.attentions) and index not in removed_parts:
@@ -480,9 +484,11 @@ def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[
         projections = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
         yield SharedInput(tuple(dict.fromkeys(projections)))
         yield _attention_output_input(model, attention)
-    if block.feed_forward is not None:  # the part may be removed
-        yield SharedInput(block.feed_forward.input_layers)
-        yield _feed_forward_output_input(model, block.feed_forward, config)
+    feed_forwards = block.feed_forwards  # the part may be removed
+    if feed_forwards:
+        yield SharedInput(tuple(layer for part in feed_forwards for layer in part.input_layers))
+    for part in feed_forwards:
+        yield _feed_forward_output_input(model, part, config)
 
 
 def _attention_output_input(model: Any, attention: Attention) -> SharedInput:

@@ -14,7 +14,13 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.system import install_command, package_problem
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, reads_images
+from smelt.models.families.registry import (
+    FAMILIES,
+    find_family,
+    no_blocks_reason,
+    reads_images,
+    routed_width_reason,
+)
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype
@@ -306,7 +312,9 @@ def check_units(targets: Sequence[str], config: Mapping[str, Any]) -> list[Messa
         text = f"{no_blocks}. Prune the channels of its convolutions: set targets: [channels]."
         return [error_message("does-not-fit-model", text, setting="targets")]
     if "width" in targets:
-        return []
+        reason = routed_width_reason(config)
+        text = f"{reason}. Set targets: [heads, ffn], or remove whole experts with drop-experts."
+        return [] if reason is None else [error_message("does-not-fit-model", text, setting="targets")]
     reason = _fixed_heads_reason(config)
     if not reason or set(targets) != {"heads"}:
         return []

@@ -18,7 +18,7 @@ from smelt.compress.rotate.settings import RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason, routed_width_reason
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _fixed_basis_reason(config: Mapping[str, Any]) -> str | None:
         return f"{kind} has a norm after the embeddings, whose weights are those of single channels"
     if family.position_encoding.is_sinusoidal:
         return f"{kind} computes its positions (sines) for single channels"
-    return None
+    return routed_width_reason(config)
 
 
 def _unties(config: Mapping[str, Any]) -> bool:

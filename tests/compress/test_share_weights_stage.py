@@ -55,7 +55,7 @@ def test_gradient_of_shared_layers_is_sum_of_both():
     plain, _ = load_model(three_layer_model("bert"))
     model, edits = load_model(three_layer_model("bert"))
     share_layers(model, edits, ShareWeightsSettings(targets=["ffn"], groups=1))
-    ups = [block.feed_forward.up for block in blocks_of(plain)]
+    ups = [block.feed_forwards[0].up for block in blocks_of(plain)]
     for name in linear_names_by_block(plain)["layers", "ffn", 0][1:]:
         for first, other in zip(linear_names_by_block(plain)["layers", "ffn", 0][0], name, strict=True):
             plain.get_submodule(other).load_state_dict(plain.get_submodule(first).state_dict())

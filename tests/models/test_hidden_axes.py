@@ -25,7 +25,7 @@ def test_hidden_axes_equal_torch_pruning_dependency_graph(name, config):
     hidden_axis_set = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
     # an encoder and its decoder are two graphs, tied by their embeddings, of which it does not know
     expected = set().union(
-        *(family_models.pruning_group(dependencies, model, b.feed_forward.down) for b in blocks_of(model))
+        *(family_models.pruning_group(dependencies, model, part.down) for b in blocks_of(model) for part in b.feed_forwards)
     )
     # sines are added to the states without a gradient, which is what it follows
     sines = {

@@ -496,6 +496,8 @@ class Family:
     """From a config, the part of a head's channels that rotary positions rotate, the first ones."""
     rms_norm: RmsNormForm = RmsNormForm()
     """The form of its root-mean-square norms, if any."""
+    experts_per_token_key: str = "num_experts_per_tok"
+    """The config key for the number of experts that a router selects, if it has experts."""
     window: Callable[[Config, int], int | None] = lambda config, number: None
     """From a config and the index of a block, the number of visible tokens (of a decoder: the last ones and
     itself; of an encoder: to each side); None for all."""

@@ -135,6 +135,18 @@ def no_blocks_reason(config: Config) -> str | None:
     return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"
 
 
+def routed_width_reason(config: Config) -> str | None:
+    """Return why the hidden states of a model of this config cannot be narrowed or rotated; None if they can.
+
+    None for an unsupported family.
+    """
+    family = find_family(config)
+    stacks = () if family is None else family.stacks(config)
+    if all(stack.feed_forward.router is None for stack in stacks):
+        return None
+    return "the routers of a mixture of experts, which are not changed, read the hidden states"
+
+
 # The attribute of a block with its removed parts.
 SKIPPED_PARTS_ATTRIBUTE = "smelt_skipped"
 
@@ -367,7 +379,7 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
     for block in _block_paths(collector.model, stack):
         is_routed = stack.feed_forward.experts is not None  # the router, no linear layer, uses the norm too
         part_inputs = [*map(_state_layers, stack.attentions)]
-        part_inputs.append(() if is_routed else stack.feed_forward.input_layers)
+        part_inputs.append(_expert_inputs(collector.model.get_submodule(block), stack.feed_forward))
         removed_parts = skipped_parts(collector.model.get_submodule(block))
         for index, (name, layers) in enumerate(zip(stream.part_norms, part_inputs, strict=True)):
             norm, readers = f"{block}.{name}", [] if index in removed_parts else _join_paths(block, layers)
@@ -380,6 +392,14 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
             source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
     if stream.final_norm or source:
         collector.add(stream.final_norm or str(source), end, only=bool(end))
+
+
+def _expert_inputs(block: Any, part: FeedForward) -> tuple[str, ...]:
+    """Return the linear layers that read the states, of all experts, relative to their `block`."""
+    if part.experts is None:
+        return part.input_layers
+    experts = getattr(block.get_submodule(part.name), part.experts.rpartition(".")[2], ())
+    return tuple(layer for index in range(len(experts)) for layer in part.expert(index).input_layers)
 
 
 def has_norm_at(model: Any, name: str) -> bool:

@@ -60,7 +60,7 @@ FAST = {
     ("gpt2", "chain-qlora"), ("pegasus", "chain-words"), ("llama", "chain-awq"), ("albert", "chain"),
     ("t5", "chain-parts"), ("resnet", "chain-convolutions"), ("electra", "chain-narrow"),
     ("gpt_neox", "chain"), ("granite", "chain"), ("smollm3", "chain-awq"), ("mt5", "chain"),
-    ("deberta-v2", "chain-narrow"),
+    ("deberta-v2", "chain-narrow"), ("mixtral", "chain"),
 }  # fmt: skip
 
 

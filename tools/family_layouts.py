@@ -282,7 +282,8 @@ def _other_tensors(trace: Trace, path: str) -> tuple[tuple[str, int], ...]:
 
 def _feed_forward(trace: Trace, block: str, linear: list[str]) -> FeedForward:
     """Return the feed-forward part of these layers, in the order of their calls, without config keys."""
-    experts = next((n for n, m in trace.model.named_modules() if n.startswith(block) and type(m) is Experts), None)
+    lists = (name for name, module in trace.model.named_modules() if type(module) is Experts)
+    experts = next((name for name in lists if name.startswith(f"{block}.")), None)
     if experts is not None:
         first = [name for name in linear if name.startswith(f"{experts}.0.")]
         if any(not name.startswith(f"{experts}.") for name in linear):
@@ -298,9 +299,7 @@ def _experts(trace: Trace, block: str, experts: str, first: FeedForward) -> Feed
     routers = [n for n, m in owner.named_children() if n != path.rpartition(".")[2] and list(m.parameters())]
     if len(routers) != 1:
         raise CannotDescribeError(f"{block}.{name} has the modules {', '.join(routers)} next to its experts")
-    up, down, gate = (
-        n and n.replace(f"{path}.0.", f"{path}.*.") for n in (first.up, first.down, first.gate)
-    )
+    up, down, gate = (n and n.replace(f"{path}.0.", f"{path}.*.") for n in (first.up, first.down, first.gate))
     return replace(
         first, name=name, up=str(up), down=str(down), gate=gate, experts=path, router=f"{name}.{routers[0]}"
     )

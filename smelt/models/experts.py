@@ -53,9 +53,7 @@ class Experts(nn.ModuleList):
             (hidden_states.shape[0], len(self)), dtype=hidden_states.dtype, device=hidden_states.device
         )
         weights = weights.scatter(1, top_k_index, top_k_weights.to(hidden_states.dtype))
-        outputs = [
-            expert(hidden_states) * weights[:, index : index + 1] for index, expert in enumerate(self)
-        ]
+        outputs = [expert(hidden_states) * weights[:, index : index + 1] for index, expert in enumerate(self)]
         return torch.stack(outputs).sum(0)
 
 

@@ -36,8 +36,8 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class StackSize:
     """One stack of equal blocks.
 
-    matrices: rows and columns of each linear layer of a block: `feed_forward` of them, equally many of each of
-    the `experts` (the last of each is the one after the units), then query, key, value and output of each attention.
+    matrices: rows and columns of each linear layer of a block: `feed_forward` of them, as many for each of the
+    `experts` (the last one is after the units), then query, key, value and output of each attention.
     """
 
     name: str
@@ -54,7 +54,8 @@ class StackSize:
     @property
     def output_matrices(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of the layers that read neurons and heads."""
-        downs = self.matrices[self.feed_forward // self.experts - 1 : self.feed_forward : self.feed_forward // self.experts]
+        expert_layers = self.feed_forward // self.experts
+        downs = self.matrices[expert_layers - 1 : self.feed_forward : expert_layers]
         return (*downs, *self.matrices[self.feed_forward + 3 :: 4])
 
     def with_units(self, heads: float, neurons: float) -> StackSize:

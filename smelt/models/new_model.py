@@ -21,8 +21,8 @@ from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
 from smelt.data.tasks import Task, task_traits
 from smelt.models.checkpoint import load_tokenizer, save_model
-from smelt.models.families.family import TokenizerSpec
 from smelt.models.experts import separate_experts
+from smelt.models.families.family import TokenizerSpec
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.import_model import configure_embedder
 from smelt.models.sentence_model import sentence_class

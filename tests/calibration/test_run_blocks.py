@@ -50,11 +50,7 @@ def fed(model, rows, names):
 
 def outs_of(model):
     """The last product of every part, by name: what it is fed depends on all that stands before it."""
-    return [
-        part.linear_layers[-1]
-        for block in blocks_of(model)
-        for part in block.parts
-    ]
+    return [part.linear_layers[-1] for block in blocks_of(model) for part in block.parts]
 
 
 def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **settings):

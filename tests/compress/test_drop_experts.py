@@ -1,4 +1,4 @@
-"""Experts that are removed: by the published formula recomputed on transformers' own modules, routing kept."""
+"""Removed experts: by the published formula, recomputed on transformers' modules; routing is kept."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from smelt.calibration import samples
 from smelt.compress.drop_experts import DropExperts, DropExpertsSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
@@ -71,9 +72,10 @@ def paper_saliency(model, batches):
 @pytest.mark.parametrize("importance", ["reap", "frequency"])
 def test_saliency_equals_formula_on_modules_of_transformers(importance, source, tmp_path, monkeypatch):
     seen = []
-    load = "smelt.calibration.samples.load_calibration_samples"
-    original = __import__("smelt.calibration.samples", fromlist=["x"]).load_calibration_samples
-    monkeypatch.setattr(load, lambda *args: seen.append(original(*args)) or seen[-1])
+    original = samples.load_calibration_samples
+    monkeypatch.setattr(
+        samples, "load_calibration_samples", lambda *args: seen.append(original(*args)) or seen[-1]
+    )
     settings = SETTINGS.model_copy(update={"importance": importance})
     ctx = every_family.run_stage(DropExperts(), settings, source, FAMILY, tmp_path / "out")
     reap, counts = paper_saliency(plain_model(source, tmp_path / "plain"), seen[0].batches)

@@ -25,7 +25,11 @@ def test_hidden_axes_equal_torch_pruning_dependency_graph(name, config):
     hidden_axis_set = {(axis.name, axis.dim) for axis in hidden_axes(model) if axis.stream == "hidden"}
     # an encoder and its decoder are two graphs, tied by their embeddings, of which it does not know
     expected = set().union(
-        *(family_models.pruning_group(dependencies, model, part.down) for b in blocks_of(model) for part in b.feed_forwards)
+        *(
+            family_models.pruning_group(dependencies, model, part.down)
+            for block in blocks_of(model)
+            for part in block.feed_forwards
+        )
     )
     # sines are added to the states without a gradient, which is what it follows
     sines = {

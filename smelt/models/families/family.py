@@ -227,9 +227,7 @@ class FeedForward:
         gate = None if self.gate is None else _join_path(block, self.gate)
         name, up_name, down_name = (_join_path(block, n) for n in (self.name, self.up, self.down))
         experts, router = (n and _join_path(block, n) for n in (self.experts, self.router))
-        return replace(
-            self, name=name, up=up_name, down=down_name, gate=gate, experts=experts, router=router
-        )
+        return replace(self, name=name, up=up_name, down=down_name, gate=gate, experts=experts, router=router)
 
 
 MODULE_PREFIX = "network"

@@ -95,17 +95,17 @@ class DropExperts(Stage[DropExpertsSettings]):
             return [error_message("does-not-fit-model", f"{reason}; remove drop-experts.")], config
         key = str(keys[0])
         count, selected = int(config[key]), int(config[family.experts_per_token_key])
-        kept = kept_experts(count, settings.keep_ratio)
-        if kept < selected:
+        num_kept = kept_experts(count, settings.keep_ratio)
+        if num_kept < selected:
             return [
                 error_message(
                     "too-few-experts",
-                    f"keep_ratio {settings.keep_ratio:g} keeps {kept} of {count} experts, but the router"
+                    f"keep_ratio {settings.keep_ratio:g} keeps {num_kept} of {count} experts, but the router"
                     f" selects {selected} for each token. Set keep_ratio to at least {selected / count:.3g}.",
                     setting="keep_ratio",
                 )
             ], config
-        return [], {**config, key: kept}
+        return [], {**config, key: num_kept}
 
     @classmethod
     def estimate_size(cls, settings: DropExpertsSettings, inputs: SizeInputs) -> StepSize:
@@ -131,12 +131,14 @@ class DropExperts(Stage[DropExpertsSettings]):
             samples = load_calibration_samples(model, src, settings.calibration_samples, ctx, self.name)
             ctx.details["parameters_before"] = count_stored_parameters(model)
             saliency = measure_saliency(model, samples, settings.importance, ctx)
-            kept = {path: _most_salient(scores, settings.keep_ratio) for path, scores in saliency.items()}
-            edits = remove_experts(model, edits, kept)
+            kept_indices = {
+                path: _most_salient(scores, settings.keep_ratio) for path, scores in saliency.items()
+            }
+            edits = remove_experts(model, edits, kept_indices)
             model.config.update(dict(config))
             ctx.details["parameters_after"] = count_stored_parameters(model)
             ctx.details["calibration"] = samples.details
-            ctx.details["kept_experts"] = kept
+            ctx.details["kept_experts"] = kept_indices
             ctx.details["saliency"] = {
                 path: [float(f"{score:.4g}") for score in scores] for path, scores in saliency.items()
             }
@@ -201,8 +203,8 @@ def _most_salient(scores: list[float], keep_ratio: float) -> list[int]:
     return sorted(order[: kept_experts(len(scores), keep_ratio)])
 
 
-def remove_experts(model: Any, edits: list[Edit], kept: Mapping[str, list[int]]) -> list[Edit]:
-    """Keep the experts `kept`, rising indices by the name of a list, in place; return the edits.
+def remove_experts(model: Any, edits: list[Edit], kept_indices: Mapping[str, list[int]]) -> list[Edit]:
+    """Keep the experts `kept_indices`, rising indices by the name of a list, in place; return the edits.
 
     Edits of removed experts are removed, and those of kept experts get their new names.
     """
@@ -212,24 +214,24 @@ def remove_experts(model: Any, edits: list[Edit], kept: Mapping[str, list[int]])
         if not block.feed_forwards:
             continue
         part = block.stack.feed_forward.with_prefix(block.module_path)
-        indices = kept[str(part.experts)]
+        indices = kept_indices[str(part.experts)]
         experts, router = model.get_submodule(str(part.experts)), model.get_submodule(str(part.router))
         members = list(experts)
         while len(experts):
             del experts[-1]
         experts.extend(members[index] for index in indices)
         router.weight = nn.Parameter(router.weight.detach()[indices].clone())
-    return [renamed for edit in edits if (renamed := _rename_edit(edit, kept)) is not None]
+    return [renamed for edit in edits if (renamed := _rename_edit(edit, kept_indices)) is not None]
 
 
-def _rename_edit(edit: Edit, kept: Mapping[str, list[int]]) -> Edit | None:
+def _rename_edit(edit: Edit, kept_indices: Mapping[str, list[int]]) -> Edit | None:
     """Return `edit` with the new names of experts; None if it changes a removed one."""
     renamed = dict(edit)
     for key in ("module", "with"):
         match = re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)?", str(edit.get(key, "")))
-        if match is None or match[1] not in kept:
+        if match is None or match[1] not in kept_indices:
             continue
-        if int(match[2]) not in kept[match[1]]:
+        if int(match[2]) not in kept_indices[match[1]]:
             return None
-        renamed[key] = f"{match[1]}.{kept[match[1]].index(int(match[2]))}{match[3] or ''}"
+        renamed[key] = f"{match[1]}.{kept_indices[match[1]].index(int(match[2]))}{match[3] or ''}"
     return renamed

@@ -36,8 +36,8 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class StackSize:
     """One stack of equal blocks.
 
-    matrices: rows and columns of each linear layer of a block: `feed_forward` of them, as many for each of the
-    `experts` (the last one is after the units), then query, key, value and output of each attention.
+    matrices: rows and columns of each linear layer of a block: `feed_forward` of them, as many for each of
+    the `experts` (the last one is after the units), then query, key, value and output of each attention.
     """
 
     name: str

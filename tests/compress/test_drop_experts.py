@@ -91,9 +91,9 @@ def test_smaller_model_is_original_that_never_selects_removed_experts(source, tm
     ctx = every_family.run_stage(DropExperts(), SETTINGS, source, FAMILY, tmp_path / "out")
     assert json.loads((ctx.out / "config.json").read_text())["num_local_experts"] == 2
     masked, _ = load_model(source)
-    for path, kept in ctx.details["kept_experts"].items():
+    for path, indices in ctx.details["kept_experts"].items():
         router = masked.get_submodule(path.replace(".experts", ".gate"))
-        removed = [index for index in range(4) if index not in kept]
+        removed = [index for index in range(4) if index not in indices]
 
         def select(router, inputs, result, removed=removed):
             logits = result[0].clone()
@@ -114,8 +114,8 @@ def test_edits_of_kept_experts_get_new_names(source, tmp_path):
     factorized = every_family.run_stage(Factorize(), settings, source, FAMILY, tmp_path / "low-rank").out
     ctx = every_family.run_stage(DropExperts(), SETTINGS, factorized, FAMILY, tmp_path / "out")
     before, after = load_model(factorized)[0], load_model(ctx.out)[0]
-    for path, kept in ctx.details["kept_experts"].items():
-        for new, old in enumerate(kept):
+    for path, indices in ctx.details["kept_experts"].items():
+        for new, old in enumerate(indices):
             states = (m.get_submodule(f"{path}.{n}").state_dict() for m, n in ((after, new), (before, old)))
             first, second = states
             assert first.keys() == second.keys()

@@ -26,7 +26,8 @@ from smelt.data.label_thresholds import complete_thresholds
 from smelt.data.labels import MULTI_LABEL, REGRESSION, SINGLE_LABEL, class_names, problem_type
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task, task_names, task_traits
-from smelt.models.families.registry import find_family, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import find_family
 from smelt.models.model_size import ModelSize, SizeInputs, StepSize
 from smelt.stage import Context, Need, QuantizedInput, Stage
 from smelt.training.settings import TrainingSettings, lighter_trainings, needed_by_training, training_size

@@ -11,11 +11,11 @@ from smelt.compress.model_input import load_float_model
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
+from smelt.models.families.limits import no_blocks_reason
 from smelt.models.families.registry import (
     FAMILIES,
     blocks_of,
     family_of,
-    no_blocks_reason,
     norm_consumers,
     predicts_tokens,
     token_lookup_modules,
@@ -281,8 +281,8 @@ def _shareable_parts(
             ]
             by_part.append([layer_names for block_layers in linear_layers for layer_names in block_layers])
     if "ffn" in targets:
-        feeds = [block.feed_forward for block in blocks]
-        by_part.append([feed_forward.linear_layers for feed_forward in feeds if feed_forward is not None])
+        layers_of_blocks = [[n for part in b.feed_forwards for n in part.linear_layers] for b in blocks]
+        by_part.append([tuple(names) for names in layers_of_blocks if names])
     if "norms" in targets:
         norms = {model.get_submodule(consumers.norm) for consumers in norm_consumers(model)}
         by_suffix: dict[str, list[tuple[str, ...]]] = {}

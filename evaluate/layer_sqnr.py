@@ -39,7 +39,7 @@ from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.checkpoint import add_model_prefix, load_weights
 from smelt.models.empty_model import empty_model, transpose_conv1d_tensors
-from smelt.models.families.family import Stack
+from smelt.models.families.layout import Stack
 from smelt.models.families.registry import Block, blocks_of, output_modules
 from smelt.models.model_size import FLOAT_BYTES
 from smelt.models.streamed_model import trim_memory
@@ -502,11 +502,11 @@ def _run_block(
 
 
 def _part_outputs(block: Block) -> Iterator[tuple[str, str]]:
-    """Yield the name of each part of a block, and of the linear layer that computes its output."""
+    """Yield the name of each part of a block, and of the module that computes its output."""
     for attention in block.attentions:
         yield "cross-attention" if attention.cross else "self-attention", attention.out
-    if block.feed_forward is not None:
-        yield "feed-forward", block.feed_forward.down
+    if block.feed_forwards:
+        yield "feed-forward", block.stack.feed_forward.with_prefix(block.module_path).output_module
 
 
 def _hidden_states(output: BlockOutput) -> Tensor:

@@ -4,7 +4,7 @@
     make layouts NAME=albert    # of one
 
 A layout is what a family's modules are called and which keys of its config their sizes come from, see
-`Layout` in smelt/models/families/family.py. A tiny random model runs once. Modules are found by their calls,
+`Layout` in smelt/models/families/layout.py. A tiny random model runs once. Modules are found by their calls,
 projections by the gradient graph around each softmax: queries and keys are the operands of the product before
 it, values an operand of the product after it. A config key is found by changing it: the key of the heads is
 the one that changes their number. What cannot be described is an error.
@@ -24,15 +24,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from smelt.core.files import write_json
-from smelt.models.families.family import (
+from smelt.models.experts import Experts, separate_experts
+from smelt.models.families.family import Family, Tower
+from smelt.models.families.layout import (
     LAYOUT_FOLDER,
     Attention,
-    Family,
     FeedForward,
     Layout,
     ResidualStream,
     Stack,
-    Tower,
     layout_to_json,
 )
 from smelt.models.families.registry import FAMILIES
@@ -114,7 +114,9 @@ def _tower_stack(tower: Tower, stack: Stack) -> Stack:
 
 def _derive_model_layout(family: Family, model_type: str, more: Mapping[str, Any]) -> Layout:
     trace = Trace(_tiny_config(model_type, more), family)
-    attentions = [_attention(trace, n) for n in trace.nodes[::-1] if n.name() == "SoftmaxBackward0"]
+    softmaxes = [n for n in trace.nodes[::-1] if n.name() == "SoftmaxBackward0"]
+    # scores are [B, H, S, S]; a router's are of tokens and experts
+    attentions = [_attention(trace, node) for node in softmaxes if node._saved_result.dim() == 4]
     order = {name: index for index, name in reversed(list(enumerate(trace.calls)))}
     attentions = list({a.query + a.key: a for a in sorted(attentions, key=lambda a: order[a.query])}.values())
     stacks = _stacks(trace, attentions)
@@ -351,6 +353,31 @@ def _part_scales(trace: Trace, block: str) -> tuple[str, ...]:
 
 def _feed_forward(trace: Trace, block: str, linear: list[str]) -> FeedForward:
     """Return the feed-forward part of these layers, in the order of their calls, without config keys."""
+    lists = (name for name, module in trace.model.named_modules() if type(module) is Experts)
+    experts = next((name for name in lists if name.startswith(f"{block}.")), None)
+    if experts is not None:
+        first = [name for name in linear if name.startswith(f"{experts}.0.")]
+        if any(not name.startswith(f"{experts}.") for name in linear):
+            raise CannotDescribeError(f"{block} has linear layers next to its experts: {', '.join(linear)}")
+        return _experts(trace, block, experts, _feed_forward_of(trace, block, first))
+    return _feed_forward_of(trace, block, linear)
+
+
+def _experts(trace: Trace, block: str, experts: str, first: FeedForward) -> FeedForward:
+    """Return the feed-forward part of the list `experts`, whose first one is `first`."""
+    path, name = _relative(experts, block), _relative(experts.rpartition(".")[0], block)
+    owner = trace.module(experts.rpartition(".")[0])
+    routers = [n for n, m in owner.named_children() if n != path.rpartition(".")[2] and list(m.parameters())]
+    if len(routers) != 1:
+        raise CannotDescribeError(f"{block}.{name} has the modules {', '.join(routers)} next to its experts")
+    up, down, gate = (n and n.replace(f"{path}.0.", f"{path}.*.") for n in (first.up, first.down, first.gate))
+    return replace(
+        first, name=name, up=str(up), down=str(down), gate=gate, experts=path, router=f"{name}.{routers[0]}"
+    )
+
+
+def _feed_forward_of(trace: Trace, block: str, linear: list[str]) -> FeedForward:
+    """Return the feed-forward part, or expert, of these layers."""
     if not 2 <= len(linear) <= 3:
         raise CannotDescribeError(f"{block} has the feed-forward layers {', '.join(linear)}")
     *inputs, down = linear
@@ -401,6 +428,7 @@ class _ConfigKeys:
             stack.feed_forward,
             intermediate_size_key=self._required(f"{name}.neurons"),
             activation_key=self._required(f"{name}.activation"),
+            num_experts_key=self._key(f"{name}.experts"),
         )
         down = self._trace.module(f"{stack.module_path}.0.{feed.down}")
         feed = replace(feed, size_is_ratio=config[feed.intermediate_size_key] != _columns(down))
@@ -424,6 +452,7 @@ def _activated_layer(trace: Trace, stack: Stack, feed: FeedForward) -> Any:
     if feed.gate is None:
         return "gate"
     block = f"{stack.module_path}.{len(trace.module(stack.module_path)) - 1}"
+    feed = feed.expert(0)
     if feed.gate == feed.up:
         first, second = trace.outputs[f"{block}.{feed.up}"].chunk(2, dim=-1)
         up, gate = (second, first) if feed.gate_first else (first, second)
@@ -492,7 +521,9 @@ def _changed_sizes(
     for config in changed_model:  # other keys may follow from it only where a config is created
         try:
             with torch.device("meta"):
-                return _sizes(type(trace.model)(config), stacks)
+                model = type(trace.model)(config)
+            separate_experts(model)
+            return _sizes(model, stacks)
         except Exception:
             continue
     return None
@@ -513,7 +544,10 @@ def _sizes(model: Any, stacks: tuple[Stack, ...]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for stack in stacks:
         block = model.get_submodule(stack.module_path)[0]
-        down = block.get_submodule(stack.feed_forward.down)
+        feed = stack.feed_forward
+        down = block.get_submodule(feed.expert(0).down)
+        if feed.experts is not None:
+            sizes[f"{stack.name}.experts"] = len(block.get_submodule(feed.experts))
         sizes.setdefault("hidden", _rows(down))
         sizes[f"{stack.name}.neurons"] = _columns(down)
         sizes[f"{stack.name}.layers"] = len(model.get_submodule(stack.module_path))

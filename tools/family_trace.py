@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from smelt.data.tasks import task_traits
+from smelt.models.experts import separate_experts
 from smelt.models.families.family import Family
 
 
@@ -39,6 +40,7 @@ class Trace:
             auto_class: Any = getattr(transformers, str(task_traits(family.tasks[0]).auto_class))
             self.model = auto_class.from_config(config, attn_implementation="eager")
         self.model.eval()
+        separate_experts(self.model)
         self.names: dict[nn.Module, str] = {module: name for name, module in self.model.named_modules()}
         self.calls: list[str] = []
         self.all_calls: list[str] = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from smelt.models.families.family import Attention
+from smelt.models.families.layout import Attention
 from smelt.models.families.registry import Block, HiddenStateLocation, blocks_of, hidden_state_locations
 
 _ATTENTION_NAME = "smelt_scores"  # of the attention whose scores are read

@@ -29,7 +29,8 @@ from smelt.data.labels import REGRESSION, has_classifier
 from smelt.data.splits import Split
 from smelt.data.tasks import Task, task_traits
 from smelt.models.families.config_keys import set_config_value
-from smelt.models.families.family import MODULE_PREFIX, STACK_NAMES, Family
+from smelt.models.families.family import MODULE_PREFIX, Family
+from smelt.models.families.layout import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.text_rules import position_limit
 from smelt.stage import Context

@@ -27,7 +27,7 @@ from smelt.compress.distill.check_config import cosine_width_error, no_attention
 from smelt.compress.distill.layer_map import LayerMap, check_layer_map, resolve_layer_map, stack_map
 from smelt.compress.distill.settings import INNER_LOSSES, LossWeights
 from smelt.core.errors import InputError
-from smelt.models.families.family import Attention, Stack
+from smelt.models.families.layout import Attention, Stack
 from smelt.models.families.registry import blocks_of
 from smelt.tasks.samples import IGNORE_INDEX, TOKEN_MASK_KEY
 from smelt.training.extension import AveragedOver, LossTerm

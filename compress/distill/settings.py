@@ -13,7 +13,7 @@ from smelt.core.errors import SettingError
 from smelt.core.messages import Message, error_message
 from smelt.data.bleu_tokenizer import BleuTokenizer
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.family import STACK_NAMES
+from smelt.models.families.layout import STACK_NAMES
 from smelt.stage import ModelFolder, RecipePath, RunnableStep, Settings, StepNames, UnchangedModelFolder
 from smelt.training.settings import LOSS_METRIC
 

@@ -46,7 +46,7 @@ from smelt.data.bleu_tokenizer import bleu_tokenizer
 from smelt.data.labels import MULTI_LABEL, NO_LABEL, REGRESSION, problem_type
 from smelt.data.splits import Example, Label, Split
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.family import STACK_NAMES
+from smelt.models.families.layout import STACK_NAMES
 from smelt.models.model_size import SizeInputs, StepSize
 from smelt.models.text_rules import read_text_rules
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage

@@ -34,7 +34,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.data.splits import missing_labels_errors
 from smelt.models.edits import Edit
-from smelt.models.families.family import Attention, FeedForward
+from smelt.models.families.layout import Attention, FeedForward
 from smelt.models.families.registry import Block, blocks_of, family_of, skipped_parts
 from smelt.models.layers import skip_sublayer, sublayer_name
 from smelt.models.streamed_model import StreamedModel
@@ -72,11 +72,12 @@ class LayerPart:
 
     @property
     def output(self) -> str:
-        """The dotted name of the module whose output is added: its last layer, or the norm after that."""
+        """The dotted name of the module whose output is added: the norm after the part, if it has one."""
         norms = self.block.stack.stream.output_norms
         if norms:
             return f"{self.block.module_path}.{norms[self.index]}"
-        return self.structure.linear_layers[-1]
+        structure = self.structure
+        return structure.out if isinstance(structure, Attention) else structure.output_module
 
     @property
     def norm(self) -> str:

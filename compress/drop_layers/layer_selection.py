@@ -11,7 +11,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import with_article
 from smelt.models.edits import Edit
 from smelt.models.families.config_keys import set_config_value
-from smelt.models.families.family import Stack
+from smelt.models.families.layout import Stack
 from smelt.models.families.registry import family_of, skipped_parts
 from smelt.models.layers import renumber_caches, sublayer_name
 

@@ -31,7 +31,7 @@ from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.near_ties import first_within_tolerance
 from smelt.data.splits import missing_labels_errors
-from smelt.models.families.family import Stack
+from smelt.models.families.layout import Stack
 from smelt.models.families.registry import Block, family_of, skipped_parts
 from smelt.models.streamed_model import StreamedModel
 from smelt.runtimes.device import torch_device

@@ -12,8 +12,10 @@ from pydantic import Field, field_validator, model_validator
 from smelt.core.errors import SettingError, did_you_mean
 from smelt.core.messages import Message, error_message, with_article
 from smelt.models.families.config_keys import set_config_value
-from smelt.models.families.family import STACK_NAMES, Family
-from smelt.models.families.registry import find_family, no_blocks_reason
+from smelt.models.families.family import Family
+from smelt.models.families.layout import STACK_NAMES
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import find_family
 from smelt.stage import Settings, StoredDtype
 
 LayerChoice = int | list[int]

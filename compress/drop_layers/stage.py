@@ -19,13 +19,13 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning
 from smelt.data.splits import Split, missing_labels_errors
 from smelt.data.tasks import Task
-from smelt.models.families.family import STACK_NAMES
+from smelt.models.families.layout import STACK_NAMES
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.model_size import SizeInputs, StepSize, count_parameters, one_shot_size
 from smelt.stage import Context, Need, Settings, Stage
 
 if TYPE_CHECKING:
-    from smelt.models.families.family import Stack
+    from smelt.models.families.layout import Stack
     from smelt.models.streamed_model import StreamedModel
 
 _CALIBRATED = ("block-influence", "loss")

@@ -102,12 +102,8 @@ def _first_layer_by_input(block: Block) -> dict[str, str]:
             else (attention.query, attention.key, attention.value)
         )
         first_layers |= dict.fromkeys(layers, layers[0])
-    feed_forward = block.feed_forward
-    return (
-        first_layers
-        if feed_forward is None
-        else first_layers | dict.fromkeys(feed_forward.input_layers, feed_forward.input_layers[0])
-    )
+    input_layers = [layer for part in block.feed_forwards for layer in part.input_layers]
+    return first_layers | dict.fromkeys(input_layers, next(iter(input_layers), ""))
 
 
 @dataclass

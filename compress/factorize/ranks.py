@@ -72,9 +72,8 @@ def full_sequence_layers(model: Any) -> set[str]:
                 layers |= {attention.key, attention.value}
             elif not block.stack.causal:
                 layers |= set(attention.linear_layers)
-        feed_forward = block.feed_forward
-        if feed_forward is not None and not block.stack.causal:
-            layers |= set(feed_forward.linear_layers)
+        if not block.stack.causal:
+            layers |= {layer for part in block.feed_forwards for layer in part.linear_layers}
     return layers | {f"{name}.shared" for name in layers & divided}
 
 

@@ -98,7 +98,8 @@ class Factorize(Stage[FactorizeSettings]):
         cls, settings: FactorizeSettings, config: Mapping[str, Any]
     ) -> tuple[list[Message], Mapping[str, Any]]:
         """Return the errors, by setting, for a model of this config, and the config of the result."""
-        from smelt.models.families.registry import find_family, no_blocks_reason
+        from smelt.models.families.limits import no_blocks_reason
+        from smelt.models.families.registry import find_family
 
         family, reason = find_family(config), no_blocks_reason(config)
         if family is not None and family.is_user_module and not settings.of_embeddings:

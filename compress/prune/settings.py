@@ -14,13 +14,8 @@ from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message, warning, with_article
 from smelt.core.system import install_command, package_problem
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import (
-    FAMILIES,
-    find_family,
-    fixed_width_reason,
-    no_blocks_reason,
-    reads_images,
-)
+from smelt.models.families.limits import fixed_width_reason, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, reads_images
 from smelt.models.model_size import ModelSize, StackSize
 from smelt.models.text_rules import position_limit
 from smelt.stage import Settings, StoredDtype

@@ -23,7 +23,7 @@ from smelt.core.errors import InputError
 from smelt.core.messages import Message, warning, with_article
 from smelt.models.edits import Edit, is_masked, mark_masked, record_kept_indices, replace_layer
 from smelt.models.families.config_keys import set_config_value
-from smelt.models.families.family import Attention, FeedForward
+from smelt.models.families.layout import Attention, FeedForward
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of, model_attentions
 from smelt.models.families.relative_bias import RelativeBias
 from smelt.models.hidden_width import hidden_width
@@ -200,7 +200,7 @@ def find_groups(
         for parts in block.attentions:
             if not parts.fixed_heads_reason:
                 attentions.setdefault(_modules(model, parts.linear_layers), []).append(parts)
-        if (feed_forward := block.feed_forward) is not None:
+        for feed_forward in block.feed_forwards:
             feeds.setdefault(_modules(model, feed_forward.linear_layers), feed_forward)
     groups = [AttentionGroup(first, tuple(a.name for a in also)) for first, *also in attentions.values()]
     return groups, [FeedForwardGroup(parts) for parts in feeds.values()]

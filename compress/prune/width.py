@@ -47,7 +47,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.models.checkpoint import count_stored_parameters, load_model
 from smelt.models.edits import is_masked
-from smelt.models.families.family import Attention, FeedForward
+from smelt.models.families.layout import Attention, FeedForward
 from smelt.models.families.registry import Block, blocks_of, family_of, has_norm_at, output_modules
 from smelt.models.hidden_width import hidden_width, prune_hidden_width, write_width_to_config
 from smelt.stage import Context

@@ -13,7 +13,8 @@ from smelt.compress.quantize.settings import QuantizeSettings, two_bit_warnings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, warning, with_article
-from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, find_family, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY, find_family
 from smelt.models.model_size import ModelSize, SizeInputs, StepSize, is_streamed, one_shot_size
 from smelt.quantization.scheme import OptionValue, Scheme
 from smelt.quantization.schemes.registry import (

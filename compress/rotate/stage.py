@@ -18,7 +18,8 @@ from smelt.compress.rotate.settings import RotateSettings
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError
 from smelt.core.messages import Message, error_message, with_article
-from smelt.models.families.registry import FAMILIES, find_family, fixed_width_reason, no_blocks_reason
+from smelt.models.families.limits import fixed_width_reason, no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family
 from smelt.stage import Context, Need, Stage
 
 if TYPE_CHECKING:

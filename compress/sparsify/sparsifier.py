@@ -29,8 +29,8 @@ from smelt.stage import Context
 def linear_layer_names(block: Block, targets: Collection[str]) -> list[str]:
     """Return the names of the linear layers in the selected parts of `block`, of any module type."""
     names = [n for part in block.attentions for n in part.linear_layers] if "attention" in targets else []
-    feed_forward = block.feed_forward if "ffn" in targets else None
-    return names + list(feed_forward.linear_layers if feed_forward is not None else ())
+    feed_forwards = block.feed_forwards if "ffn" in targets else ()
+    return names + [layer for part in feed_forwards for layer in part.linear_layers]
 
 
 def linear_layers(model: nn.Module, block: Block, targets: Collection[str]) -> dict[str, nn.Linear]:

@@ -13,7 +13,8 @@ from smelt.compress.sparsify.pattern import SparsityPattern, parse_pattern
 from smelt.core.artifact import Artifact
 from smelt.core.errors import InputError, SettingError
 from smelt.core.messages import Message, error_message
-from smelt.models.families.registry import FAMILIES, find_family, is_user_module, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family, is_user_module
 from smelt.models.model_size import SizeInputs, StepSize, one_shot_size
 from smelt.stage import Context, Need, QuantizedInput, Settings, Stage, StoredDtype
 

@@ -34,7 +34,8 @@ from smelt.export.graphs.distances import (
     projected_bias,
     relative_bias,
 )
-from smelt.models.families.family import Attention, Family, RmsNormForm
+from smelt.models.families.family import Family, RmsNormForm
+from smelt.models.families.layout import Attention
 from smelt.models.families.registry import blocks_of, family_of
 from smelt.models.layers import LowRankLinear, ScaledLinear
 from smelt.quantization import emit

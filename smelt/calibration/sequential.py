@@ -42,7 +42,7 @@ from smelt.calibration.statistics import (
     InputStatistics,
     collect_statistics,
 )
-from smelt.models.families.family import Stack
+from smelt.models.families.layout import Stack
 from smelt.models.families.registry import Block, encoder_inputs
 from smelt.stage import Context
 from smelt.tasks.samples import TensorBatch

@@ -34,6 +34,7 @@ from smelt.core.files import read_json_object
 from smelt.core.messages import Message, warning
 from smelt.data.labels import CLASSIFIER_SUFFIXES
 from smelt.models.edits import Edit, apply_edits, read_edits
+from smelt.models.experts import separate_experts
 from smelt.models.families.registry import family_of
 from smelt.models.sentence_model import sentence_class
 from smelt.models.text_rules import read_sentence_rules
@@ -130,6 +131,7 @@ def _empty_transformer(kind: Any, config: Any, folder: Path) -> Any:
             code="wrong-config",
         ) from error
     replace_conv1d(model)
+    separate_experts(model)
     return model
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from smelt.core.errors import InputError
 from smelt.core.messages import with_article
-from smelt.models.families.family import Attention, Family, Stack
+from smelt.models.families.family import Family
+from smelt.models.families.layout import Attention, Stack
 from smelt.models.families.registry import SKIPPED_PARTS_ATTRIBUTE, family_of, skipped_parts
 from smelt.quantization.layers import QuantizedLinear
 

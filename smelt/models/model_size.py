@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from smelt.core.files import read_json_object
 from smelt.data.tasks import Task
 from smelt.models.families.config_keys import config_value
-from smelt.models.families.family import Attention, Family, Stack
+from smelt.models.families.family import Family
+from smelt.models.families.layout import Attention, Stack
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import MODULES_FILE
 from smelt.models.weight_files import LARGE_BYTES, has_weights, is_unused_tensor, value_count, weight_tensors
@@ -37,14 +38,15 @@ _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class StackSize:
     """One stack of equal blocks.
 
-    matrices: rows and columns of each linear layer of a block: `feed_forward` of them (the last is the one
-    after the units), then query, key, value and output of each attention.
+    matrices: rows and columns of each linear layer of a block: `feed_forward` of them, as many for each of
+    the `experts` (the last one is after the units), then query, key, value and output of each attention.
     """
 
     name: str
     layers: int
     matrices: tuple[tuple[int, int], ...]
     feed_forward: int
+    experts: int = 1
 
     @property
     def block_weights(self) -> int:
@@ -54,11 +56,14 @@ class StackSize:
     @property
     def output_matrices(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of the layers that read neurons and heads."""
-        return (self.matrices[self.feed_forward - 1], *self.matrices[self.feed_forward + 3 :: 4])
+        expert_layers = self.feed_forward // self.experts
+        downs = self.matrices[expert_layers - 1 : self.feed_forward : expert_layers]
+        return (*downs, *self.matrices[self.feed_forward + 3 :: 4])
 
     def with_units(self, heads: float, neurons: float) -> StackSize:
         """Return the stack with these parts of its heads and neurons."""
-        scales = [(neurons, 1.0)] * (self.feed_forward - 1) + [(1.0, neurons)]
+        scales = [(neurons, 1.0)] * (self.feed_forward // self.experts - 1) + [(1.0, neurons)]
+        scales *= self.experts
         scales += [(heads, 1.0), (heads, 1.0), (heads, 1.0), (1.0, heads)] * len(self.matrices)
         return replace(
             self,
@@ -246,8 +251,10 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
     if layers is None or layers < 1:
         return None
     units = feed.neurons(config, width) or 4 * width  # GPT-2's `n_inner` and others: absent
+    experts = _number(config.get(feed.num_experts_key)) if feed.num_experts_key else None
     is_fused = feed.gate is not None and feed.gate == feed.up
     matrices = [(2 * units if is_fused else units, width) for _ in feed.input_layers] + [(width, units)]
+    matrices *= experts or 1
     for attention in stack.attentions:
         heads, key_heads, head = _heads(attention, config, width)
         matrices += [(heads * head, width), (key_heads * head, width), (key_heads * head, width)]
@@ -256,7 +263,8 @@ def _stack_size(family: Family, stack: Stack, config: Mapping[str, Any], width: 
         name=stack.name,
         layers=layers,
         matrices=tuple(matrices),
-        feed_forward=len(feed.input_layers) + 1,
+        feed_forward=len(matrices) - 4 * len(stack.attentions),
+        experts=experts or 1,
     )
 
 

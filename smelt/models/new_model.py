@@ -21,6 +21,7 @@ from smelt.core.messages import Message, warning, with_article
 from smelt.data.labels import ProblemType
 from smelt.data.tasks import Task, task_traits
 from smelt.models.checkpoint import load_tokenizer, save_model
+from smelt.models.experts import separate_experts
 from smelt.models.families.family import TokenizerSpec
 from smelt.models.families.registry import FAMILIES, family_of
 from smelt.models.import_model import configure_embedder
@@ -98,6 +99,7 @@ def create_model(
     if family is not None and family.suppresses_pad:
         model.generation_config.bad_words_ids = [[config.pad_token_id]]  # as its checkpoints do
     model.eval()
+    separate_experts(model)
     save_model(model, [], out, tokenizer_folder, "fp32")
     (out / SHORTLIST).unlink(missing_ok=True)  # it belongs to the original model of the tokenizer
     if sentences is not None:

@@ -51,13 +51,12 @@ def find_lora_layers(model: Any, targets: Sequence[str]) -> list[str]:
     """
     candidate_names: dict[str, None] = {}
     for block in blocks_of(model):
-        feed = block.feed_forward
         if "attention" in targets:
             candidate_names |= {
                 name: None for layer_part in block.attentions for name in layer_part.linear_layers
             }
-        if "ffn" in targets and feed is not None:
-            candidate_names |= dict.fromkeys(feed.linear_layers)
+        if "ffn" in targets:
+            candidate_names |= {name: None for part in block.feed_forwards for name in part.linear_layers}
     if not candidate_names:
         raise InputError(
             f"lora: {model.config.model_type} models are not supported. Remove lora to train all weights.",

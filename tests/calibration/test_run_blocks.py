@@ -50,18 +50,14 @@ def fed(model, rows, names):
 
 def outs_of(model):
     """The last product of every part, by name: what it is fed depends on all that stands before it."""
-    return [
-        part.linear_layers[-1]
-        for block in blocks_of(model)
-        for part in (*block.attentions, block.feed_forward)
-    ]
+    return [part.linear_layers[-1] for block in blocks_of(model) for part in block.parts]
 
 
 def seen(model, rows, tmp_path, change=lambda step: None, inputs=None, **settings):
     """What the last products of each block are fed when it comes, [tokens, K] by name and batch."""
     inputs = {} if inputs is None else inputs
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out"), **settings):
-        parts = (*step.block.attentions, step.block.feed_forward)
+        parts = step.block.parts
         names = [part.linear_layers[-1] for part in parts]
         layers = {name: [model.get_submodule(name)] for name in names}
         step.observe(layers, lambda name, x: inputs.setdefault(name, []).append(x.clone()))
@@ -76,7 +72,7 @@ def test_block_inputs_of_held_back_samples_are_observed_separately(tmp_path):
     expected = [fed(model, part, outs_of(model)) for part in (samples, held_back)]
     actual = [{}, {}]
     for step in run_blocks(model, both, harness.make_context(tmp_path / "out")):
-        parts = (*step.block.attentions, step.block.feed_forward)
+        parts = step.block.parts
         layers = {part.linear_layers[-1]: [model.get_submodule(part.linear_layers[-1])] for part in parts}
         for inputs, is_held_back in zip(actual, (False, True), strict=True):
             step.observe(layers, lambda n, x, i=inputs: i.setdefault(n, []).append(x), held_back=is_held_back)
@@ -111,7 +107,7 @@ def test_later_blocks_receive_outputs_of_changed_blocks(family, tmp_path):
     rows = rows_for(model)
 
     def compare_and_halve(step):
-        names = [part.linear_layers[-1] for part in (*step.block.attentions, step.block.feed_forward)]
+        names = [part.linear_layers[-1] for part in step.block.parts]
         for name, values in fed(model, rows, names).items():  # of the model as it is at the moment
             assert all(torch.equal(a.flatten(0, -2), b) for a, b in zip(values, inputs[name], strict=True))
         with torch.no_grad():
@@ -137,7 +133,7 @@ def test_layer_shared_by_blocks_is_observed_in_all_of_them(tmp_path):
     model, edits = load_model(every_family.model_with_layers("bert", 3))
     share_layers(model, edits, ShareWeightsSettings(layers_per_group=3))
     rows = rows_for(model, ((2, 9),))
-    names = [block.feed_forward.down for block in blocks_of(model)]
+    names = [block.feed_forwards[0].down for block in blocks_of(model)]
     expected = fed(model, rows, [names[0]])[names[0]]
     inputs = []
     for step in run_blocks(model, rows, harness.make_context(tmp_path / "out")):

@@ -40,7 +40,7 @@ def test_shared_layers_are_shared_after_training(family, tmp_path):
     assert_first_two_shared(model)
     before, after = (load_file(f / "model.safetensors") for f in (source, trained))
     assert before.keys() == after.keys()
-    name = blocks_of(model)[0].feed_forward.down
+    name = blocks_of(model)[0].feed_forwards[0].down
     assert not torch.equal(before[f"{name}.weight"], after[f"{name}.weight"])
 
 
@@ -53,7 +53,7 @@ def test_shared_layers_are_pruned_once(family, tmp_path):
     assert_first_two_shared(model)
     before, _ = load_model(source)
     for block in blocks_of(model):
-        name = block.feed_forward.down
+        name = block.feed_forwards[0].down
         # half of it, to a multiple of 8; cut twice it would be a quarter
         assert model.get_submodule(name).in_features == before.get_submodule(name).in_features // 2
     assert torch.isfinite(harness.logits(model)).all()

@@ -152,7 +152,7 @@ def torch_sqnr(pairs):
 def test_ratios_equal_unstreamed_models(family, tmp_path):
     model, step = loaded(family)
     for block in blocks_of(step):
-        ruin(step.get_submodule(block.feed_forward.down), 0.2)
+        ruin(step.get_submodule(block.feed_forwards[0].down), 0.2)
     batches = [batch for batch, _ in batches_of(model)]
     comparison = compared_with(model, step, tmp_path)
     by_block = zip(*(outputs_on_baseline_states(model, step, batch) for batch in batches), strict=True)
@@ -170,10 +170,10 @@ def test_the_ruined_layer_is_named(family, tmp_path):
     model, step = loaded(family)
     last = blocks_of(step)[-1]
     block = blocks_of(step)[last.index and -1 - last.index]  # the first one of the last stack
-    ruin(step.get_submodule(block.feed_forward.down))
+    ruin(step.get_submodule(block.feed_forwards[0].down))
     sqnr_by_layer = changed(compared_with(model, step, tmp_path)["layers"])
     assert set(sqnr_by_layer) == {(block.module_path, "block"), (block.module_path, "feed-forward")}
-    ruin(step.get_submodule(block.feed_forward.down), float("nan"))
+    ruin(step.get_submodule(block.feed_forwards[0].down), float("nan"))
     sqnr_by_layer = changed(compared_with(model, step, tmp_path)["layers"])
     assert sqnr_by_layer[block.module_path, "block"] == LOWEST_DB
 

@@ -30,8 +30,7 @@ def linear_names_by_block(model: Any) -> dict[tuple[str, str, int], list[list[st
         for index, a in enumerate(block.attentions):
             names = dict.fromkeys((a.query, a.key, a.value, a.out))
             names_by_block.setdefault((block.stack.name, "attention", index), []).append(list(names))
-        feed = block.feed_forward
-        names = dict.fromkeys((feed.up, feed.gate or feed.up, feed.down))
+        names = dict.fromkeys(name for feed in block.feed_forwards for name in feed.linear_layers)
         names_by_block.setdefault((block.stack.name, "ffn", 0), []).append(list(names))
     return names_by_block
 

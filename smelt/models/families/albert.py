@@ -8,12 +8,12 @@ from __future__ import annotations
 from smelt.models.families.bert import POSITION_IDS_TENSORS
 from smelt.models.families.family import (
     ENCODER_TASKS,
-    Config,
     Family,
     PublishedLearningRate,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 
 
 def unsupported_config(config: Config) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.layout import Config
 from smelt.models.families.roberta import ROBERTA_TOKENIZER
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from smelt.models.families.config_keys import config_value
 from smelt.models.families.family import (
     IMAGE_TEXT_TASKS,
-    Config,
     Family,
     PositionEncoding,
     PublishedLearningRate,
     Tower,
 )
+from smelt.models.families.layout import Config
 
 
 def unsupported_config(config: Config) -> list[str]:

@@ -13,12 +13,12 @@ from typing import Any
 from smelt.models.families.bert import POSITION_IDS_TENSORS
 from smelt.models.families.family import (
     ENCODER_TASKS,
-    Config,
     Family,
     PublishedLearningRate,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 
 _SUPPORTED: Config = {
     "relative_attention": True,

@@ -7,7 +7,8 @@ images of the processor, whatever size the model was trained with.
 from __future__ import annotations
 
 from smelt.models.families import vit
-from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.family import IMAGE_TASKS, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.layout import Config
 
 
 def unsupported_config(config: Config) -> list[str]:

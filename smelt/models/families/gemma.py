@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from smelt.models.families.family import (
     DECODER_TASKS,
-    Config,
     Family,
     PublishedLearningRate,
     RmsNormForm,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import unsupported_config
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import Config
 from smelt.models.families.gemma import FAMILY as GEMMA
+from smelt.models.families.layout import Config
 from smelt.models.families.qwen2 import attention_window
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from smelt.models.families.family import (
     DECODER_TASKS,
-    Config,
     Family,
     PositionEncoding,
     PublishedLearningRate,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 
 _END_OF_TEXT = "<|endoftext|>"
 GPT2_TOKENIZER = TokenizerSpec(

@@ -6,8 +6,9 @@ head are rotated (Black et al. 2022, arXiv:2204.06745, section 2.1).
 
 from __future__ import annotations
 
-from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.gpt2 import GPT2_TOKENIZER
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import unsupported_config
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from smelt.models.families.family import (
     DECODER_TASKS,
-    Config,
     Family,
     PublishedLearningRate,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 
 # Angles of rotary positions, stored with each layer before transformers 4.32.
 INV_FREQ_TENSORS = r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"

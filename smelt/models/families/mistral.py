@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import FAMILY as LLAMA
 from smelt.models.families.llama import unsupported_config
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smelt.models.families.bert import BERT_TOKENIZER
-from smelt.models.families.family import ENCODER_TASKS, Config, Family, PublishedLearningRate
+from smelt.models.families.family import ENCODER_TASKS, Family, PublishedLearningRate
+from smelt.models.families.layout import Config
 
 # Rotations are traced with fixed angles; `dynamic_rope_update` changes angles by text length.
 _LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import Config, PublishedLearningRate
+from smelt.models.families.family import PublishedLearningRate
+from smelt.models.families.layout import Config
 from smelt.models.families.t5 import FAMILY as T5
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from smelt.models.families.bart import FAIRSEQ_VERSION_TENSORS
 from smelt.models.families.family import (
     DECODER_TASKS,
-    Config,
     Family,
     LayoutVariant,
     PublishedLearningRate,
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 
 _EOS_TOKEN = "</s>"
 

@@ -6,8 +6,9 @@ arXiv:2306.11644).
 
 from __future__ import annotations
 
-from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.gpt2 import GPT2_TOKENIZER
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import INV_FREQ_TENSORS
 from smelt.models.families.llama import unsupported_config as unsupported_rope
 

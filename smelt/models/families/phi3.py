@@ -6,7 +6,8 @@ up. Its attention takes the number of heads from the config, the same for all bl
 
 from __future__ import annotations
 
-from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import FAMILY as LLAMA
 from smelt.models.families.llama import unsupported_config
 from smelt.models.families.mistral import attention_window

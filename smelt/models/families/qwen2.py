@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smelt.models.families.family import DECODER_TASKS, Config, Family, PublishedLearningRate, TokenizerFiles
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate, TokenizerFiles
 from smelt.models.families.gpt2 import GPT2_TOKENIZER
+from smelt.models.families.layout import Config
 from smelt.models.families.llama import INV_FREQ_TENSORS, unsupported_config
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from smelt.core.messages import with_article
 from smelt.data.tasks import TASKS, Task
 from smelt.models.families import (
     albert,
@@ -42,6 +41,7 @@ from smelt.models.families import (
     marian,
     mbart,
     mistral,
+    mixtral,
     mobilenet_v2,
     modernbert,
     mpnet,
@@ -64,14 +64,15 @@ from smelt.models.families import (
     xlm_roberta,
 )
 from smelt.models.families.config_keys import config_value
-from smelt.models.families.family import Attention, Config, Family, FeedForward, Stack
+from smelt.models.families.family import Family
+from smelt.models.families.layout import Attention, Config, FeedForward, Stack
 
 _SEQ2SEQ_MODULES = (marian, t5, mt5, bart, mbart, pegasus, m2m_100)
 _AUDIO_MODULES = (whisper,)
 _ENCODER_MODULES = (bert, distilbert, roberta, xlm_roberta, mpnet, modernbert, electra, albert, deberta_v2)
 _IMAGE_MODULES = (vit, dinov2, resnet, convnext, convnextv2, mobilenet_v2, efficientnet)
 _IMAGE_TEXT_MODULES = (clip, siglip)
-_LLAMA_MODULES = (llama, mistral, qwen2, qwen3, gemma, gemma3_text, phi3, granite, smollm3)
+_LLAMA_MODULES = (llama, mistral, mixtral, qwen2, qwen3, gemma, gemma3_text, phi3, granite, smollm3)
 _DECODER_MODULES = (gpt2, opt, gpt_neox, phi, *_LLAMA_MODULES, starcoder2)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -159,32 +160,6 @@ def lacks_head(config: Config) -> bool:
     return is_base_model and bool(config.get("is_encoder_decoder"))
 
 
-def no_blocks_reason(config: Config) -> str | None:
-    """Return the error text if a model of this config has no transformer blocks, else None.
-
-    None for an unsupported family; callers report that themselves.
-    """
-    family = find_family(config)
-    if family is None or family.stacks(config):
-        return None
-    if family.is_user_module:
-        return "in a PyTorch module of your own, attention and feed-forward blocks are not known"
-    return f"{with_article(family.name)} model has convolutions and no attention or feed-forward blocks"
-
-
-def fixed_width_reason(config: Config) -> str | None:
-    """Return why the hidden states of a model of this config cannot get other channels; None if they can."""
-    family = find_family(config)
-    if family is not None and family.input_kind == "audio":
-        return f"convolutions before the encoder of {with_article(family.name)} model are as wide"
-    if family is None or family.head_input_vectors == 1:
-        return None
-    return (
-        f"the head of {with_article(family.name)} model reads {family.head_input_vectors} vectors of its"
-        " hidden states as one"
-    )
-
-
 # The attribute of a block with its removed parts.
 SKIPPED_PARTS_ATTRIBUTE = "smelt_skipped"
 
@@ -216,17 +191,18 @@ class Block:
         )
 
     @property
-    def feed_forward(self) -> FeedForward | None:
-        """Its feed-forward part, with its full names in the model; None if it was removed."""
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """Its feed-forward part, with its full names in the model, or its experts; none if it was removed."""
         if len(self.stack.attentions) in skipped_parts(self.module):
-            return None
-        return self.stack.feed_forward.with_prefix(self.module_path)
+            return ()
+        part = self.stack.feed_forward
+        number = 1 if part.experts is None else len(self.module.get_submodule(part.experts))
+        return tuple(part.expert(index).with_prefix(self.module_path) for index in range(number))
 
     @property
     def parts(self) -> tuple[Attention | FeedForward, ...]:
-        """Its attentions and feed-forward part, in order, without removed ones."""
-        feed = self.feed_forward
-        return self.attentions if feed is None else (*self.attentions, feed)
+        """Its attentions and feed-forward part or experts, in order, without removed ones."""
+        return (*self.attentions, *self.feed_forwards)
 
 
 def skipped_parts(block: Any) -> frozenset[int]:
@@ -421,12 +397,14 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
     elif source:
         collector.add(source, [], only=False)
     for block in _block_paths(collector.model, stack):
-        part_inputs = [*map(_state_layers, stack.attentions), stack.feed_forward.input_layers]
+        is_routed = stack.feed_forward.experts is not None  # the router, no linear layer, uses the norm too
+        part_inputs = [*map(_state_layers, stack.attentions)]
+        part_inputs.append(_expert_inputs(collector.model.get_submodule(block), stack.feed_forward))
         removed_parts = skipped_parts(collector.model.get_submodule(block))
         for index, (name, layers) in enumerate(zip(stream.part_norms, part_inputs, strict=True)):
             norm, readers = f"{block}.{name}", [] if index in removed_parts else _join_paths(block, layers)
             if stream.pre_norm and has_norm_at(collector.model, norm):
-                collector.add(norm, readers, only=True)
+                collector.add(norm, readers, only=not (is_routed and index == len(stack.attentions)))
             elif source:  # the part uses the hidden states directly, and so does the sum after it
                 collector.add(source, readers, only=False)
             if index < len(stack.attentions) and index not in removed_parts:
@@ -436,6 +414,14 @@ def _collect_stack(collector: _NormCollector, stack: Stack, end: list[str]) -> N
             source = None if stream.pre_norm else norm  # of a sum, in pre-norm models
     if stream.final_norm or source:
         collector.add(stream.final_norm or str(source), end, only=bool(end))
+
+
+def _expert_inputs(block: Any, part: FeedForward) -> tuple[str, ...]:
+    """Return the linear layers that read the states, of all experts, relative to their `block`."""
+    if part.experts is None:
+        return part.input_layers
+    experts = getattr(block.get_submodule(part.name), part.experts.rpartition(".")[2], ())
+    return tuple(layer for index in range(len(experts)) for layer in part.expert(index).input_layers)
 
 
 def has_norm_at(model: Any, name: str) -> bool:
@@ -540,9 +526,11 @@ def _block_inputs(model: Any, block: Block, config: dict[str, Any]) -> Iterator[
         projections = (attention.query, attention.key, attention.value)[: 1 if attention.cross else 3]
         yield SharedInput(tuple(dict.fromkeys(projections)))
         yield _attention_output_input(model, attention)
-    if block.feed_forward is not None:  # the part may be removed
-        yield SharedInput(block.feed_forward.input_layers)
-        yield _feed_forward_output_input(model, block.feed_forward, config)
+    feed_forwards = block.feed_forwards  # the part may be removed
+    if feed_forwards:
+        yield SharedInput(tuple(layer for part in feed_forwards for layer in part.input_layers))
+    for part in feed_forwards:
+        yield _feed_forward_output_input(model, part, config)
 
 
 def _attention_output_input(model: Any, attention: Attention) -> SharedInput:

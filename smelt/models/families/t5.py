@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from smelt.models.families.family import (
     SEQ2SEQ_TASKS,
-    Config,
     Family,
     LayoutVariant,
     PositionEncoding,
@@ -17,6 +16,7 @@ from smelt.models.families.family import (
     TokenizerFiles,
     TokenizerSpec,
 )
+from smelt.models.families.layout import Config
 from smelt.models.families.relative_bias import RelativeBias
 
 

@@ -10,13 +10,8 @@ from dataclasses import replace
 from smelt.core.errors import InputError
 from smelt.core.user_code import recorded_source
 from smelt.data.tasks import tasks_with
-from smelt.models.families.family import (
-    IMAGE_TASKS,
-    Config,
-    Family,
-    PositionEncoding,
-    PublishedLearningRate,
-)
+from smelt.models.families.family import IMAGE_TASKS, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.layout import Config
 
 
 def unsupported_config(config: Config) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smelt.models.families.family import IMAGE_TASKS, Config, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.family import IMAGE_TASKS, Family, PositionEncoding, PublishedLearningRate
+from smelt.models.families.layout import Config
 
 _EMBEDDINGS_PATH = "vit.embeddings"
 _PATCH_PROJECTION = f"{_EMBEDDINGS_PATH}.patch_embeddings.projection"

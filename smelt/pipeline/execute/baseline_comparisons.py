@@ -20,7 +20,7 @@ from smelt.core.store import Store
 from smelt.core.system import package_versions, peak_memory_bytes, reset_peak_memory
 from smelt.data.splits import Split, spread_indices
 from smelt.evaluate.environment import default_threads, machine_id
-from smelt.models.families.family import STACK_NAMES
+from smelt.models.families.layout import STACK_NAMES
 from smelt.pipeline.inspect.machine import artifact_device
 from smelt.pipeline.plan.costs import compared_steps, skipped_comparisons_message
 from smelt.runtimes.registry import find_runtime, open_runner

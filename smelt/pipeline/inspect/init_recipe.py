@@ -20,7 +20,8 @@ from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, Label, SplitName, column_options
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.registry import METRICS_BY_PROBLEM
-from smelt.models.families.registry import FAMILIES, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import FAMILIES
 from smelt.pipeline.inspect.data_files import DataInfo, inspect_data
 from smelt.pipeline.inspect.find_model import local_path
 from smelt.pipeline.inspect.init_module import ModuleOptions, module_recipe_text

@@ -15,7 +15,8 @@ from typing import Any
 from smelt.data.json_rows import data_suffix, read_text_file
 from smelt.data.read_rows import read_file_rows
 from smelt.data.tasks import Task, task_traits
-from smelt.models.families.registry import FAMILIES, find_family, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import FAMILIES, find_family
 from smelt.pipeline.inspect.data_files import DataInfo
 from smelt.pipeline.inspect.model_info import ModelInfo, QuantizedModelInfo
 from smelt.pipeline.recipe.stages import MODEL_STEP, load_stage

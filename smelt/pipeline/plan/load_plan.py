@@ -21,7 +21,8 @@ from smelt.core.artifact import Format
 from smelt.core.errors import InputError
 from smelt.core.files import resolve_path
 from smelt.core.messages import Message, error_message, info
-from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import read_model_size
 from smelt.models.text_rules import position_limit
 from smelt.models.weight_files import has_weights

@@ -22,6 +22,7 @@ STAGE_CLASSES: dict[str, str] = {
     "distill": "smelt.compress.distill.stage:Distill",
     "trim-vocabulary": "smelt.compress.trim_vocabulary.stage:TrimVocabulary",
     "drop-layers": "smelt.compress.drop_layers.stage:DropLayers",
+    "drop-experts": "smelt.compress.drop_experts:DropExperts",
     "prune": "smelt.compress.prune.stage:Prune",
     "sparsify": "smelt.compress.sparsify.stage:Sparsify",
     "factorize": "smelt.compress.factorize.stage:Factorize",

@@ -22,7 +22,8 @@ from smelt.core.locks import file_lock
 from smelt.core.workspaces import temporary_workspace
 from smelt.data.tasks import Task, task_traits
 from smelt.evaluate.metrics.registry import METRICS, METRICS_BY_TASK, is_lower_better
-from smelt.models.families.registry import find_family, no_blocks_reason
+from smelt.models.families.limits import no_blocks_reason
+from smelt.models.families.registry import find_family
 from smelt.pipeline.execute.run import RunOptions, run_plan
 from smelt.pipeline.execute.run_folder import StorePlace, check_store
 from smelt.pipeline.execute.step_runner import resolve_task

@@ -27,7 +27,7 @@ def _with_idle_layer(family, out):
     model, edits = load_model(source)
     for block in blocks_of(model):
         if block.index == 1:
-            for part in (*block.attentions, block.feed_forward):
+            for part in block.parts:
                 last = model.get_submodule(part.linear_layers[-1])
                 torch.nn.init.zeros_(last.weight)
                 if last.bias is not None:
@@ -226,5 +226,5 @@ def test_layers_with_sole_remaining_part_are_kept(importance, tmp_path):
     (warning,) = [message for message in ctx.warnings if message.code == "minimum-kept"]
     assert re.findall(r"\d+", warning.message) == ["2", "1"]
     first, second = blocks_of(load_model(ctx.out)[0])
-    assert (bool(first.attentions), first.feed_forward) == (True, None)
-    assert (bool(second.attentions), second.feed_forward is None) == (False, False)
+    assert (bool(first.attentions), first.feed_forwards) == (True, ())
+    assert (bool(second.attentions), bool(second.feed_forwards)) == (False, True)

@@ -66,7 +66,7 @@ def test_global_ratio_is_met_and_saved_model_loads(importance, tmp_path):
 def _sizes(model, kind):
     for block in blocks_of(model):
         if kind == "neurons":
-            yield model.get_submodule(block.feed_forward.down).in_features
+            yield model.get_submodule(block.feed_forwards[0].down).in_features
         else:
             yield from (model.get_submodule(a.name).n_heads for a in block.attentions)
 

@@ -30,7 +30,7 @@ TRAIN = FinetuneSettings(
 
 def products(model):
     """The matrices of all products of the blocks by name."""
-    names = [n for b in blocks_of(model) for p in (*b.attentions, b.feed_forward) for n in p.linear_layers]
+    names = [n for b in blocks_of(model) for p in b.parts for n in p.linear_layers]
     return {name: model.get_submodule(name).weight.detach() for name in dict.fromkeys(names)}
 
 

@@ -10,6 +10,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from smelt.export.graphs.attention import AttentionModule
 from smelt.models.empty_model import replace_conv1d
+from smelt.models.experts import separate_experts
 from smelt.models.families.registry import FAMILIES, blocks_of, model_attentions
 from tests.support.models import family_models
 
@@ -44,8 +45,7 @@ def inputs_and_outputs(model):
 
 def test_feed_forward_activation_equals_config(model):
     module_inputs, result, _ = inputs_and_outputs(model)
-    for block in blocks_of(model):
-        parts = block.feed_forward
+    for parts in (part for block in blocks_of(model) for part in block.feed_forwards):
         activations = {"up": result[parts.up], "gate": result.get(parts.gate)}
         if parts.gate == parts.up:
             first, second = result[parts.up].chunk(2, dim=-1)
@@ -61,7 +61,7 @@ def test_feed_forward_activation_equals_config(model):
 def test_gated_t5_activates_first_input():
     model = family_models.load("t5", gated=True)
     test_feed_forward_activation_equals_config(model)
-    assert blocks_of(model)[0].feed_forward.gate
+    assert blocks_of(model)[0].feed_forwards[0].gate
 
 
 WORDS = [(name, key) for name in family_models.NAMES for key in ("heads_key", "kv_heads_key", "head_dim_key")]
@@ -107,17 +107,16 @@ def heads(model, parts):
 def test_config_keys_set_feed_forward_widths(model):
     config = model.config.to_dict()
     values = {
-        b.feed_forward.intermediate_size_key: (config[b.feed_forward.intermediate_size_key] or 8) // 2
+        part.intermediate_size_key: (config[part.intermediate_size_key] or 8) // 2
         for b in blocks_of(model)
+        for part in b.feed_forwards
     }
     with torch.device("meta"):
         less = type(model)(type(model.config).from_dict(config | values))
     replace_conv1d(less)
-    for block in blocks_of(less):
-        assert (
-            less.get_submodule(block.feed_forward.down).in_features
-            == values[block.feed_forward.intermediate_size_key]
-        )
+    separate_experts(less)
+    for part in (part for block in blocks_of(less) for part in block.feed_forwards):
+        assert less.get_submodule(part.down).in_features == values[part.intermediate_size_key]
 
 
 def test_later_tokens_are_visible_only_in_non_causal_stacks(model):

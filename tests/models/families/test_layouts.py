@@ -4,13 +4,8 @@ import json
 
 import pytest
 
-from smelt.models.families.family import (
-    DECODER_TASKS,
-    LAYOUT_FOLDER,
-    Family,
-    PublishedLearningRate,
-    layout_to_json,
-)
+from smelt.models.families.family import DECODER_TASKS, Family, PublishedLearningRate
+from smelt.models.families.layout import LAYOUT_FOLDER, layout_to_json
 from smelt.models.families.registry import FAMILIES
 from tests.support.models import every_family
 from tests.support.pairs import matrix

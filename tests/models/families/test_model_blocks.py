@@ -39,8 +39,7 @@ def rows(model, names):
 
 def test_neuron_weights_equal_dependency_graph(traced):
     model, graph = traced
-    for block in blocks_of(model):
-        parts = block.feed_forward
+    for parts in (part for block in blocks_of(model) for part in block.feed_forwards):
         expected = rows(model, parts.input_layers) | {(f"{parts.down}.weight", 1)}
         assert family_models.pruning_group(graph, model, parts.up) == expected
 

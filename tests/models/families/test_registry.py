@@ -51,7 +51,7 @@ def test_every_linear_layer_belongs_to_attention_or_feed_forward(loaded):
     _, model, _ = loaded
     for block in blocks_of(model):
         options = {name for a in block.attentions for name in (a.query, a.key, a.value, a.out)}
-        options |= {*block.feed_forward.input_layers, block.feed_forward.down}
+        options |= {name for part in block.feed_forwards for name in part.linear_layers}
         linear_names = {
             n for n, m in block.module.named_modules(prefix=block.module_path) if isinstance(m, nn.Linear)
         }
@@ -82,10 +82,10 @@ def test_heads_times_width_equals_layer_sizes(loaded):
 def test_neurons_are_input_rows_and_down_columns(loaded):
     _, model, _ = loaded
     for block in blocks_of(model):
-        parts = block.feed_forward
-        count = model.get_submodule(parts.down).in_features
-        rows = {model.get_submodule(name).out_features for name in parts.input_layers}
-        assert rows == {2 * count if parts.gate == parts.up else count}
+        for parts in block.feed_forwards:
+            count = model.get_submodule(parts.down).in_features
+            rows = {model.get_submodule(name).out_features for name in parts.input_layers}
+            assert rows == {2 * count if parts.gate == parts.up else count}
 
 
 def test_word_embedding_has_expected_name_and_width(loaded):

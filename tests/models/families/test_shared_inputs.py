@@ -13,12 +13,12 @@ from tests.support.models import family_models
 def test_every_linear_layer_has_one_input(family):
     model = family_models.load(family)
     readers = Counter(name for feed in shared_inputs(model) for name in feed.consumers)
-    parts = [part for block in blocks_of(model) for part in (*block.attentions, block.feed_forward)]
+    parts = [part for block in blocks_of(model) for part in block.parts]
     assert readers == Counter({name: 1 for part in parts for name in part.linear_layers})
     produced = {name for feed in shared_inputs(model) if feed.producer for name in feed.consumers}
     # the rows of values that are packed by heads are not consecutive
     outs = {a.out for block in blocks_of(model) for a in block.attentions if a.packed != "per_head"}
-    feeds = [block.feed_forward for block in blocks_of(model)]
+    feeds = [part for block in blocks_of(model) for part in block.feed_forwards]
     config = model.config.to_dict()
     scalable = {feed.down for feed in feeds if feed.gate or config[feed.activation_key] == "relu"}
     assert produced == outs | scalable

@@ -61,7 +61,7 @@ FAST = {
     ("gpt2", "chain-qlora"), ("pegasus", "chain-words"), ("llama", "chain-awq"), ("albert", "chain"),
     ("t5", "chain-parts"), ("resnet", "chain-convolutions"), ("electra", "chain-narrow"),
     ("gpt_neox", "chain"), ("granite", "chain"), ("smollm3", "chain-awq"), ("mt5", "chain"),
-    ("gemma3_text", "chain"), ("phi", "chain"),
+    ("gemma3_text", "chain"), ("phi", "chain"), ("mixtral", "chain"),
     ("deberta-v2", "chain-narrow"), ("dinov2", "chain"), ("mobilenet_v2", "chain-static-convolutions"),
 }  # fmt: skip
 

@@ -101,6 +101,8 @@ MODELS: dict[str, TinyFamily] = {
     "qwen2": TinyFamily(STACK, partial(causal.write_model, family="qwen2"), like="qwen3"),
     "qwen3": TinyFamily(STACK, config=GATED_CONFIG),
     "mistral": TinyFamily(STACK, config=GATED_CONFIG | {"sliding_window": 6}, like="qwen3"),
+    "mixtral": TinyFamily(STACK, config=GATED_CONFIG | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "gemma": TinyFamily(STACK,
         config=GATED_CONFIG | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma3_text": TinyFamily(STACK, config=GATED_CONFIG | {"sliding_window": 6, "query_pre_attn_scalar": 20,

@@ -132,6 +132,7 @@ TECHNIQUES: dict[str, Technique] = {
     "vocabulary": Technique("trim-vocabulary", {"coverage": 0.5, "multiple_of": 1}, True,
         usable_on=("qwen2", 1)),
     "depth": Technique("drop-layers", {"keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("t5", 2)),
+    "experts": Technique("drop-experts", {"keep_ratio": 0.5, **FEW_SAMPLES}, True, usable_on=("mixtral", 1)),
     "prune": Technique("prune", {"targets": ["heads", "ffn"], "keep_ratio": 0.5, **FEW_SAMPLES}, True,
         usable_on=("bert", 1)),
     "prune-budget": Technique("prune",

@@ -106,7 +106,7 @@ def count_model(folder: Path) -> ModelCounts:
         for attention in block.attentions:
             units[attention.out] = int(model.get_submodule(attention.out).in_features)
             block_units += attention.linear_layers
-        if (feed := block.feed_forward) is not None:  # else `depth` took it out
+        for feed in block.feed_forwards:  # none if `depth` took it out
             units[feed.down] = int(model.get_submodule(feed.down).in_features)
             block_units += feed.linear_layers
     modules = [model.get_submodule(name) for name in block_units]

@@ -114,6 +114,7 @@ CASES: dict[str, Case] = {
     "depth bert, of parts": Case(
         "drop-layers", "bert", {"targets": ["attention", "ffn"], "keep_ratio": 0.75}
     ),
+    "experts mixtral": Case("drop-experts", "mixtral", {"keep_ratio": 0.5}),
     "prune bert": Case("prune", "bert", HALF_OF_UNITS, allowed_error=REFIT_TOLERANCE),
     "prune marian, by magnitude": Case(
         "prune", "marian", HALF_OF_UNITS | {"importance": "magnitude"}, allowed_error=REFIT_TOLERANCE

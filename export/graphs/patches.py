@@ -33,8 +33,15 @@ def exportable_patches(model: nn.Module) -> Iterator[None]:
 
 
 def _embed_patches(module: Any, pixel_values: Tensor, **unused: Any) -> Tensor:
-    """Return the class token and the patches with their positions, [B, 1 + N, D]."""
-    positions = module.position_embeddings
-    table = positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1))
-    embeddings: Tensor = F.pad(module.patch_embeddings(pixel_values), (0, 0, 1, 0)) + table
+    """Return the class token and the patches with their positions, [B, 1 + N, D].
+
+    Positions of another image size (DINOv2) are interpolated by transformers' code.
+    """
+    patches, positions = (
+        F.pad(module.patch_embeddings(pixel_values), (0, 0, 1, 0)),
+        module.position_embeddings,
+    )
+    if positions.shape[1] != patches.shape[1]:
+        positions = module.interpolate_pos_encoding(patches, *pixel_values.shape[-2:])
+    embeddings: Tensor = patches + positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1))
     return embeddings

@@ -9,10 +9,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import soundfile
 from safetensors.torch import load_file, save_file
 
 from tests.support import harness
-from tests.support.models import causal, chat_templates, classifiers, embedders, images, masked, tiny
+from tests.support.models import (
+    causal,
+    chat_templates,
+    classifiers,
+    embedders,
+    images,
+    masked,
+    speech,
+    tiny,
+)
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "how-to"
 _FENCE = re.compile(r"^```(yaml|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -101,6 +111,15 @@ def _write_sentence_embeddings(home):
     _write_splits(home / "data", embedders.write_rows)
 
 
+def _write_speech(home):
+    for name in ("models/my-whisper", "digits-whisper"):
+        speech.write_whisper(home / name, decoder_layers=3)
+    _write_splits(home / "data", speech.write_rows)
+    (home / "data/test").mkdir()
+    for name in ("speech.wav", "data/test/0.flac"):
+        soundfile.write(home / name, speech.make_speech(0), 16_000)
+
+
 WRITERS = {
     "classification": _write_classification,
     "encoders": _write_encoders,
@@ -108,6 +127,7 @@ WRITERS = {
     "language-models": _write_language_models,
     "prompts": _write_prompts,
     "sentence-embeddings": _write_sentence_embeddings,
+    "speech-recognition": _write_speech,
     "translation": _write_translation,
 }
 
@@ -172,4 +192,9 @@ _SHOWN_BY_PREDICT = {"classification": "runs/classify", "translation": "runs/tra
 def test_every_page_with_recipe_is_run():
     pages = {page.stem for page in DOCS.glob("*.md") if _recipes(page.stem)}
     # these have tests of their own, in files of this folder
-    assert pages - WRITERS.keys() == {"pytorch-modules", "question-answering", "token-classification"}
+    assert pages - WRITERS.keys() == {
+        "image-text",
+        "pytorch-modules",
+        "question-answering",
+        "token-classification",
+    }

@@ -19,6 +19,7 @@ from tests.support.models import tiny
 CASES_OF_STAGES = {
     "finetune": "finetune bert", "distill": "distill bert, half of its layers",
     "trim-vocabulary": "vocabulary marian", "drop-layers": "depth marian, by the loss",
+    "drop-experts": "experts mixtral",
     "prune": "prune bert, within a budget", "sparsify": "sparsify bert",
     "factorize": "factorize bert, plain, by energy", "share-weights": "share bert",
     "rotate": "rotate gpt2", "shortlist": "shortlist marian", "quantize": "quantize gpt2, mixed precision",

@@ -50,11 +50,16 @@ def _add(model: Any, node: Any, number: int) -> None:
     model.graph.node.extend(rest)
 
 
+def _is_table(name: str, of_angles: str | tuple[str, ...]) -> bool:
+    return any(word in name for word in (*_TABLES, "bias_by_distance")) or (
+        "tables." in name and name.endswith(of_angles)
+    )
+
+
 @mutation
 def shifted_table(model: Any) -> None:
     """The table of positions (of biases, of angles) begins one row later."""
-    names = (*_TABLES, "bias_by_distance", "tables.cos")
-    tensor = next((t for t in model.graph.initializer if any(w in t.name for w in names)), None)
+    tensor = next((t for t in model.graph.initializer if _is_table(t.name, ".cos")), None)
     if tensor is None:
         raise NotApplicable("table")
     axis = 1 if "bias_by_distance" in tensor.name else 0
@@ -64,8 +69,7 @@ def shifted_table(model: Any) -> None:
 @mutation
 def shorter_table(model: Any) -> None:
     """The table of positions (of angles) lacks its last row, which no text that is compared reaches."""
-    names = (*_TABLES, "bias_by_distance", "tables.cos", "tables.sin")
-    tensors = [t for t in model.graph.initializer if any(w in t.name for w in names)]
+    tensors = [t for t in model.graph.initializer if _is_table(t.name, (".cos", ".sin"))]
     if not tensors:
         raise NotApplicable("table")
     for tensor in tensors:

@@ -10,6 +10,7 @@ from smelt.compress.factorize.stage import Factorize
 from smelt.compress.quantize.settings import QuantizeSettings
 from smelt.compress.quantize.stage import Quantize
 from smelt.models.checkpoint import load_model
+from smelt.models.families.registry import FAMILIES
 from smelt.models.operations import count_model_operations
 from tests.support import harness
 from tests.support.models import every_family, images, speech
@@ -19,7 +20,7 @@ from tests.support.schemes import small_settings
 def _torch_count(folder, size):
     """Half of the operations that torch counts while the model computes."""
     model, _ = load_model(folder)
-    if model.main_input_name == "pixel_values":
+    if model.main_input_name == "pixel_values" and not hasattr(model, "text_model"):
         inputs = {"pixel_values": torch.zeros(1, 3, *size)}
     elif model.main_input_name == "input_features":
         inputs = {"input_features": torch.zeros(1, model.config.num_mel_bins, 2 * speech.STATES)}
@@ -28,14 +29,20 @@ def _torch_count(folder, size):
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.ones(1, size[1], dtype=torch.long)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(**inputs)
+        if hasattr(model, "text_model"):  # without their product
+            length = model.config.text_config.max_position_embeddings
+            model.get_image_features(torch.zeros(1, 3, *size))
+            model.get_text_features(torch.ones(1, length, dtype=torch.long))
+        else:
+            model(**inputs)
     return counter.get_total_flops() / 2
 
 
 @pytest.mark.parametrize("family", every_family.MODELS)
 def test_operations_of_every_family_equal_torch_count(family):
     folder = every_family.model_with_layers(family, 2)
-    size = (images.IMAGE_SIZE,) * 2 if family in ("vit", "resnet") else (9, 5)
+    reads_images = FAMILIES[family].input_kind in ("images", "images-and-texts")
+    size = (images.IMAGE_SIZE,) * 2 if reads_images else (9, 5)
     assert count_model_operations(folder, size) == _torch_count(folder, size)
 
 

@@ -149,8 +149,8 @@ threads: 0
     keys = (
         "model, task, tokenizer, shapes, data, embedding, score, baseline, gates, seed, truncation, threads,"
     )
-    splits = "train, unlabeled, validation, calibration, test, split, columns, windows, prefix,"
-    stages = "finetune, distill, trim-vocabulary, drop-layers, prune, sparsify, factorize, share-weights,"
+    splits = "train, unlabeled, validation, calibration, test, split, streaming, max_samples, buffer_size,"
+    stages = "finetune, distill, trim-vocabulary, drop-layers, drop-experts, prune, sparsify, factorize,"
     for message, names, nearest in (
         (messages[0], keys, "task"),
         (messages[2], splits, "test"),

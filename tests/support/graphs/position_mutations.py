@@ -51,7 +51,7 @@ def _add(model: Any, node: Any, number: int) -> None:
 
 
 def _is_table(name: str, of_angles: str | tuple[str, ...]) -> bool:
-    return any(word in name for word in (*_TABLES, "bias_by_distance")) or (
+    return any(text in name for text in (*_TABLES, "bias_by_distance")) or (
         "tables." in name and name.endswith(of_angles)
     )
 

@@ -430,7 +430,7 @@ class _ConfigKeys:
             activation_key=self._required(f"{name}.activation"),
             num_experts_key=self._key(f"{name}.experts"),
         )
-        down = self._trace.module(f"{stack.module_path}.0.{feed.down}")
+        down = self._trace.module(f"{stack.module_path}.0.{feed.expert(0).down}")
         feed = replace(feed, size_is_ratio=config[feed.intermediate_size_key] != _columns(down))
         return replace(
             stack,

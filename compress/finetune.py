@@ -161,7 +161,11 @@ def check_training(settings: TechniqueTrainingSettings, config: Mapping[str, Any
             )
             for technique in techniques
         ]
-    masks = settings.learned_masks
+    masks, family = settings.learned_masks, find_family(config)
+    routed = family is not None and any(stack.feed_forward.router for stack in family.stacks(config))
+    if masks is not None and "ffn" in masks.parts and routed:
+        text = "experts have no masks of whole parts. Set parts: [attention], or use drop-experts."
+        return [error_message("does-not-fit-model", text, setting="learned_masks.parts")]
     return [
         *check_part_kinds(masks.parts if masks is not None else (), config, "learned_masks.parts"),
         *fixed_channel_errors(config, masks.targets if masks is not None else (), "learned_masks.targets"),

@@ -13,6 +13,7 @@ from smelt.compress.quantize.stage import Quantize, QuantizeSettings
 from smelt.compress.share_weights import ShareWeights, ShareWeightsSettings
 from smelt.core.errors import InputError
 from smelt.core.messages import message_codes
+from smelt.export.package.huggingface import write_published_names
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES, blocks_of, family_of
 from tests.support import harness
@@ -67,8 +68,12 @@ def test_transformers_loads_shortened_model(family, tmp_path):
     )
     config = json.loads((ctx.out / "config.json").read_text())
     kind = getattr(transformers, config["architectures"][0])
+    expected = harness.logits(harness.load_output_model(ctx))
+    if family == "mixtral":  # whose published names transformers reads, and computes in another order
+        write_published_names(ctx.out)
     plain = kind.from_pretrained(ctx.out).eval()
-    assert torch.equal(harness.logits(plain), harness.logits(harness.load_output_model(ctx)))
+    atol = 1e-5 if family == "mixtral" else 0
+    torch.testing.assert_close(harness.logits(plain), expected, rtol=0, atol=atol)
     assert len(ctx.details["dropped"]) == len(ctx.details["kept_layers"])
     stacks = FAMILIES[family].stacks(config)
     assert all(stack.num_layers(config) == 2 for stack in stacks)

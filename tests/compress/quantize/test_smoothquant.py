@@ -45,9 +45,14 @@ def smooth(model, layers, rows, ctx, alpha=0.5, kind=torch.float32, targets=("no
 
 
 def first_norms(model):
-    """The norms that stand before a part, of models whose blocks begin with one."""
+    """The norms that stand before a part, of models whose blocks begin with one; not of routed experts."""
     stacks = FAMILIES[model.config.model_type].stacks(model.config.to_dict())
-    words = tuple(norm for stack in stacks if stack.stream.pre_norm for norm in stack.stream.part_norms)
+    words = tuple(
+        norm
+        for stack in stacks
+        if stack.stream.pre_norm
+        for norm in stack.stream.part_norms[: -1 if stack.feed_forward.router else None]
+    )
     closing = {stack.stream.final_norm for stack in stacks}  # OPT calls it as it calls those of its blocks
     return [f for f in norm_consumers(model) if words and f.norm.endswith(words) and f.norm not in closing]
 

@@ -23,6 +23,7 @@ from smelt.core.errors import InputError
 from smelt.core.files import read_json_object
 from smelt.core.messages import message_codes
 from smelt.export.onnx_stage import Onnx
+from smelt.export.package.huggingface import write_published_names
 from smelt.export.settings import OnnxSettings
 from smelt.models.checkpoint import load_model, save_model
 from smelt.models.families.registry import FAMILIES, hidden_norm_names, model_attentions, norm_consumers
@@ -103,9 +104,12 @@ def test_rotated_model_equals_original(family, trained_norms, tmp_path):
     for name in hidden_norm_names(rotated) if family in ROTATABLE else ():
         weight = rotated.get_submodule(name).weight
         assert torch.equal(weight, torch.full_like(weight, 1 - offset))
+    if family == "mixtral":  # whose published names transformers reads, and computes in another order
+        write_published_names(ctx.out)
     config = read_json_object(ctx.out / "config.json")
     plain = getattr(transformers, config["architectures"][0]).from_pretrained(ctx.out).eval()
-    assert torch.equal(outputs(plain), outputs(rotated))
+    atol = 2e-5 * float(expected.abs().max()) if family == "mixtral" else 0
+    torch.testing.assert_close(outputs(plain), outputs(rotated), rtol=0, atol=atol)
 
 
 def test_output_layer_with_norm_weight_is_untied(trained_norms, tmp_path):

@@ -10,6 +10,7 @@ from smelt.calibration import samples
 from smelt.compress.drop_experts import DropExperts, DropExpertsSettings
 from smelt.compress.factorize.settings import FactorizeSettings
 from smelt.compress.factorize.stage import Factorize
+from smelt.compress.finetune import Finetune, FinetuneSettings
 from smelt.compress.prune.settings import PruneSettings
 from smelt.compress.prune.stage import Prune
 from smelt.compress.rotate.stage import Rotate, RotateSettings
@@ -147,6 +148,12 @@ def test_too_few_experts_and_models_without_are_refused():
 def test_hidden_states_that_routers_read_are_not_narrowed_or_rotated(source):
     config = json.loads((source / "config.json").read_text())
     errors, _ = Prune.check_model(PruneSettings(targets=["width"]), config)
+    assert message_codes(errors) == ["fixed-width"]
+    masks = {"targets": ["width"], "learning_rate": 5.0}
+    errors, _ = Finetune.check_model(FinetuneSettings(learned_masks=masks), config)
+    assert message_codes(errors) == ["fixed-width"]
+    masks = {"targets": ["heads"], "parts": ["ffn"], "learning_rate": 5.0}
+    errors, _ = Finetune.check_model(FinetuneSettings(learned_masks=masks), config)
     assert message_codes(errors) == ["does-not-fit-model"]
     errors, _ = Rotate.check_model(RotateSettings(), config)
     assert message_codes(errors) == ["fixed-basis"]

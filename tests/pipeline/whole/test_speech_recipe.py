@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import transformers
 
@@ -93,6 +94,21 @@ def test_package_transcribes_as_the_artifact(run, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path / "package", capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines() == expected
+
+
+def test_package_names_files_that_it_cannot_read(run, tmp_path):
+    folder, _ = run
+    smelt.package(folder / "run" / "artifacts" / "plain", out=tmp_path / "package")
+    soundfile.write(tmp_path / "stereo.wav", np.zeros((100, 2)), 16_000)
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), 16_000)
+    (tmp_path / "text.wav").write_text("hello")
+    command = [sys.executable, tmp_path / "package" / "infer.py"]
+    for name in ("stereo.wav", "empty.wav", "text.wav", "missing.wav"):
+        result = subprocess.run([*command, tmp_path / name], capture_output=True, text=True)
+        assert result.returncode == 2
+        assert str(tmp_path / name) in result.stderr
+        assert "Traceback" not in result.stderr
+    assert subprocess.run(command, input="", capture_output=True, text=True).stdout == ""
 
 
 def test_spectrograms_of_package_equal_transformers():

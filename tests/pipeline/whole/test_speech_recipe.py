@@ -104,11 +104,11 @@ def test_package_names_files_that_it_cannot_read(run, tmp_path):
     (tmp_path / "text.wav").write_text("hello")
     command = [sys.executable, tmp_path / "package" / "infer.py"]
     for name in ("stereo.wav", "empty.wav", "text.wav", "missing.wav"):
-        result = subprocess.run([*command, tmp_path / name], capture_output=True, text=True)
+        result = subprocess.run([*command, tmp_path / name], check=False, capture_output=True, text=True)
         assert result.returncode == 2
         assert str(tmp_path / name) in result.stderr
         assert "Traceback" not in result.stderr
-    assert subprocess.run(command, input="", capture_output=True, text=True).stdout == ""
+    assert subprocess.run(command, check=True, input="", capture_output=True, text=True).stdout == ""
 
 
 def test_spectrograms_of_package_equal_transformers():

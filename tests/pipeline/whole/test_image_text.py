@@ -134,7 +134,10 @@ def test_init_recognizes_images_with_texts(tmp_path):
 
 REFUSED = {
     "onnx: {target: ort-cuda}": ("unsupported-task", "stages[0].onnx.target"),
-    "onnx: {target: ort-cpu, batch_size: 1}": ("unsupported-task", "stages[0].onnx.batch_size"),
+    "onnx: {target: ort-cpu, batch_size: 1, sequence_length: 8}": (
+        "unsupported-task",
+        "stages[0].onnx.batch_size",
+    ),
     "prune: {targets: [ffn], budget: {flops: 0.5}}": ("does-not-fit-model", "stages[0].prune.budget"),
     "prune: {targets: [width]}": ("fixed-width", "stages[0].prune.targets"),
     "distill: {losses: {hidden_states: 1.0}}": ("unknown-loss", "stages[0].distill.losses.hidden_states"),

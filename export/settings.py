@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from smelt.core.errors import SettingError
-from smelt.data.tasks import task_names, task_traits, tasks_with
+from smelt.data.tasks import task_traits, tasks_with
 from smelt.models.families.registry import find_family
 from smelt.models.text_rules import window_length
 from smelt.quantization.scheme import FUSED_OPSET, graph_target
@@ -396,17 +396,20 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
         text = f"{task} has no caches of a language model (tasks {' and '.join(sorted(KV_CACHE_TASKS))})."
         return {"cache_length": f"{text} Remove it."}
     if traits.generates:
+        fixed_size_tasks = set(tasks_with(architecture="encoder")) - set(
+            tasks_with(modality="image-and-text")
+        )
         reason = (
             f"the task is {task}, whose graphs append to caches that grow with each token. Fixed shapes are"
-            f" for {task_names(architecture='encoder')}. Remove it."
+            f" for {', '.join(sorted(fixed_size_tasks))}. Remove it."
         )
         return dict.fromkeys(settings.fixed_sizes, reason)
-    if traits.modality != "text" and settings.sequence_length is not None:
-        text = f"an input of {task} has no tokens; its size is always fixed. Set batch_size only."
-        return {"sequence_length": text}
     if traits.modality in ("arrays", "image-and-text"):
         reason = f"the graphs of {task} have a dynamic batch. Remove it."
         return dict.fromkeys(settings.fixed_sizes, reason)
+    if traits.modality == "image" and settings.sequence_length is not None:
+        text = f"an input of {task} has no tokens; its size is always fixed. Set batch_size only."
+        return {"sequence_length": text}
     return {}
 
 

@@ -222,7 +222,8 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
     """
     if task_traits(task).modality == "image":
         return _read_images(path, task, columns)
-    if not path.is_file():
+    media_folder = task_traits(task).reads_media and path.is_dir()
+    if not path.is_file() and not media_folder:
         code, problem = (
             ("not-a-file", "a folder, expected a file") if path.is_dir() else ("missing-file", "no such file")
         )
@@ -235,6 +236,8 @@ def read_examples(path: Path, task: str, columns: Sequence[str]) -> list[Example
                 file=str(path),
             )
         lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
+        if task_traits(task).reads_media:
+            return _require_rows(_read_media_lines(path, lines, task), path)
         return _require_rows(as_examples(lines, task), path)
     if task_traits(task).samples == "prompts" and not columns:
         with column_options("prompt"):
@@ -281,13 +284,8 @@ def _read_images(path: Path, task: str, column_args: Sequence[str]) -> list[Exam
     if not path.exists():
         raise InputError(f"--data {path}: no such file or folder.", code="missing-file", file=str(path))
     if path.is_file() and data_suffix(path) == ".txt":
-        lines = [
-            line for line in strip_lines(io.StringIO(read_text_file(path), newline=None)) if line.strip()
-        ]
-        return _require_rows(
-            as_examples([str(path.parent / line) for line in lines], task, f"{path} line"),
-            path,
-        )
+        lines = strip_lines(io.StringIO(read_text_file(path), newline=None))
+        return _require_rows(_read_media_lines(path, lines, task), path)
     examples = []
     for location, row in read_image_rows(path, columns.image, columns.label):
         if columns.image not in row:
@@ -296,6 +294,13 @@ def _read_images(path: Path, task: str, column_args: Sequence[str]) -> list[Exam
         check_image(reference, location)
         examples.append(Example(reference))
     return _require_rows(examples, path)
+
+
+def _read_media_lines(path: Path, lines: Sequence[str], task: str) -> list[Example]:
+    """Return the samples of lines of `path`, each a file next to it; texts of an image follow after tabs."""
+    parts = [line.partition("\t") for line in lines if line.strip()]
+    paths = [f"{path.parent / name}{tab}{texts}" for name, tab, texts in parts]
+    return as_examples(paths, task, f"{path} line")
 
 
 def _require_rows(examples: list[Example], path: Path) -> list[Example]:

@@ -351,7 +351,7 @@ class _PredictCommand(click.Command):
             raise click.UsageError(f"{message} smelt predict ARTIFACT -- TEXT", ctx) from error
 
 
-@click.command(cls=_PredictCommand, short_help="Run an artifact on texts, images or arrays.")
+@click.command(cls=_PredictCommand, short_help="Run an artifact on texts, images, audio or arrays.")
 @click.argument("artifact", type=FOLDER_TYPE)
 @click.argument("text", nargs=-1)
 @click.option(

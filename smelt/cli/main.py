@@ -125,7 +125,7 @@ def _checkout_commit(root: Path) -> str | None:
 def main() -> None:
     """Compress trained models and export them, with every step measured.
 
-    Input: text models, image models, or any ONNX model.
+    Input: models of text, images or speech, or any ONNX model.
     Start with `smelt run quickstart`; it needs no data and no model.
     """
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, MissingDependencyError, did_you_mean
-from smelt.data.read_rows import RowIterator, read_file_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,20 +26,6 @@ MAX_AUDIO_BYTES = 2**30
 """Limit of a file, against attacks and errors: nine hours of 16-bit samples at 16 kHz."""
 _READER_TAG = b"mono, 16 kHz\0"  # version of reading: part of the keys of all results
 _WRITE_ARRAY = "Write it with numpy.savez(FILE, audio=..., sampling_rate=...)."
-
-
-def read_audio_rows(path: Path, audio: str) -> RowIterator:
-    """Yield the rows of a file, each with its position; paths in the column `audio` are made absolute.
-
-    Raises:
-        InputError: it cannot be read. Missing or invalid files of audio are reported by `check_audio`.
-    """
-    for location, row in read_file_rows(path):
-        name = row.get(audio)
-        if isinstance(name, str) and name and "\0" not in name:
-            yield location, {**row, audio: str((path.parent / Path(name).expanduser()).absolute())}
-        else:
-            yield location, row
 
 
 def check_audio(reference: str, location: str) -> None:
@@ -152,9 +137,10 @@ def _open_file(path: Path) -> Any:
     try:
         return soundfile.SoundFile(path)
     except soundfile.LibsndfileError as error:
+        reason = str(error).rstrip(".")
         raise InputError(
-            f"{path}: not a readable file of audio: {error}. Convert it to wav or flac (ffmpeg -i IN"
-            f" -ac 1 -ar {SAMPLING_RATE} OUT.wav).",
+            f"{path}: not a readable file of audio: {reason}. Convert it to wav or flac (ffmpeg -i IN -ac 1"
+            f" -ar {SAMPLING_RATE} OUT.wav).",
             code="damaged-audio",
         ) from error
 

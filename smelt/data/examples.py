@@ -95,8 +95,8 @@ def parse_references(
             reject_surrogates(reference, location, several)
     if not references or not all(reference.strip() for reference in references):
         raise InputError(
-            f"{location}: the {'target' if setting == 'target' else 'response'} is empty; a model would learn"
-            " to generate nothing. Remove or fill such rows.",
+            f"{location}: the {setting} is empty; a model would learn to generate nothing. Remove or fill"
+            " such rows.",
             code="empty-text",
         )
     return tuple(references)

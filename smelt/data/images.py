@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.errors import InputError, did_you_mean
-from smelt.data.read_rows import RowIterator, read_file_rows
+from smelt.data.media_rows import metadata_file, read_media_rows
+from smelt.data.read_rows import RowIterator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,32 +116,11 @@ def read_image_rows(path: Path, image: str, label: str) -> RowIterator:
     Raises:
         InputError: it cannot be read. Missing or invalid images are reported by `check_image`.
     """
-    if (metadata := _metadata_file(path)) is not None:
-        rows = _rows_of_table(metadata, _FILE_NAME)
-        return ((location, {**row, image: row.get(_FILE_NAME)}) for location, row in rows)
-    if path.is_dir():
+    if path.is_dir() and metadata_file(path) is None:
         return _rows_of_class_folders(path, image, label)
     if path.suffix == ARCHIVE_SUFFIX:
         return _rows_of_archive(path, image, label)
-    return _rows_of_table(path, image)
-
-
-_FILE_NAME = "file_name"  # the column with the image in such a file
-
-
-def _metadata_file(folder: Path) -> Path | None:
-    """Return the file of rows of a folder of images, None without one."""
-    files = (folder / f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet"))
-    return next((file for file in files if file.is_file()), None)
-
-
-def _rows_of_table(path: Path, image: str) -> RowIterator:
-    for location, row in read_file_rows(path):
-        name = row.get(image)
-        if isinstance(name, str) and name and "\0" not in name:
-            yield location, {**row, image: str((path.parent / Path(name).expanduser()).absolute())}
-        else:
-            yield location, row
+    return read_media_rows(path, image)
 
 
 def _rows_of_class_folders(folder: Path, image: str, label: str) -> RowIterator:

@@ -87,6 +87,11 @@ class TaskTraits:
         return self.modality in ("image", "image-and-text")
 
     @property
+    def reads_media(self) -> bool:
+        """Whether a sample has the path of an image, or of audio."""
+        return self.reads_images or self.modality == "audio"
+
+    @property
     def embeds(self) -> bool:
         """Whether the outputs are embeddings, which are compared with one another."""
         return self.output in ("embedding", "joint-embeddings")

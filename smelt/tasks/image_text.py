@@ -156,7 +156,7 @@ class ImageText(TaskSpec):
         )
 
         texts = [list(e.choices) or [str(e.text_pair)] for e in examples]
-        names = [f"row {e.row}" if e.row else e.text for e in examples]
+        names = [f"row {e.row}" if e.row else f"image {n}" for n, e in enumerate(examples, 1)]
         images = embed_images(runner, [e.text for e in examples], batch_size, names=names).astype(np.float64)
         flat_texts = [text for candidates in texts for text in candidates]
         vectors = embed_captions(runner, flat_texts, batch_size, on_truncate).astype(np.float64)

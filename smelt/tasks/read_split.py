@@ -55,7 +55,7 @@ def read_split(
     if task_traits(task).modality == "arrays":
         return split_from_arrays(origin, read_samples(path, name, axes, label_arrays))
     traits = task_traits(task)
-    if traits.reads_images or traits.modality == "audio":
+    if traits.reads_media:
         examples = _read_file_examples(path, task_spec(task), columns, name, targets_optional)
         return Split(origin, examples, images=traits.reads_images, audio=traits.modality == "audio")
     local_path: Path | None = path

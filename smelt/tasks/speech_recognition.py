@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.core.files import read_json_object
-from smelt.data.audio import check_audio, read_audio_rows
+from smelt.data.audio import check_audio
 from smelt.data.examples import parse_references, text_of_column
+from smelt.data.media_rows import read_media_rows
 from smelt.data.read_rows import RowIterator
 from smelt.data.splits import Columns, Example, Split
 from smelt.tasks.spec import PackageClass
@@ -48,7 +49,7 @@ class SpeechRecognition(TextToText):
 
     def read_rows(self, path: Path, columns: Columns) -> RowIterator:
         """Yield rows with the path of a file, as `TaskSpec.read_rows`."""
-        return read_audio_rows(path, columns.audio)
+        return read_media_rows(path, columns.audio)
 
     def check_input(self, text: str, location: str) -> None:
         """Check the header of a file of audio."""

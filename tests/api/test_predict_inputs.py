@@ -4,12 +4,14 @@ import gzip
 import io
 import json
 
+import numpy as np
 import pytest
 
 from smelt.api.predict import as_examples, read_examples, strip_lines
 from smelt.core.errors import InputError
 from smelt.data.splits import Example
 from tests.support.expected_errors import raises_code
+from tests.support.models import images
 
 pytestmark = pytest.mark.quick
 
@@ -146,3 +148,24 @@ def test_missing_image_error_names_image(tmp_path):
     with raises_code("not-a-file", InputError) as excinfo:
         as_examples([str(tmp_path)], "image-classification", "photos.txt line")
     assert str(excinfo.value).startswith(f"photos.txt line 1: {tmp_path}: ")
+
+
+def test_lines_of_files_are_relative_to_their_list(tmp_path):
+    images.make_image(0).save(tmp_path / "0.png")
+    np.savez(tmp_path / "0.npz", audio=np.zeros(9, dtype=np.float32))
+    path = tmp_path / "files.txt"
+    path.write_text("0.png\ta //b\ta dog\n")
+    [example] = read_examples(path, "image-text", [])
+    assert (example.text, example.choices) == (str(tmp_path / "0.png"), ("a //b", "a dog"))
+    path.write_text("0.npz\n\n")
+    [example] = read_examples(path, "speech-recognition", [])
+    assert example.text == str(tmp_path / "0.npz")
+
+
+def test_folder_of_audio_with_metadata_is_read(tmp_path):
+    np.savez(tmp_path / "0.npz", audio=np.zeros(9, dtype=np.float32))
+    (tmp_path / "metadata.csv").write_text("file_name\n0.npz\n")
+    [example] = read_examples(tmp_path, "speech-recognition", [])
+    assert example.text == str(tmp_path / "0.npz")
+    with raises_code("not-a-file"):
+        read_examples(tmp_path, CLASSIFIER, [])

@@ -105,3 +105,19 @@ def test_fingerprint_follows_the_bytes_of_the_audio(tmp_path):
 def test_folder_in_place_of_a_file_is_named(tmp_path):
     with raises_code("not-a-file"):
         check_audio(str(tmp_path), "audio 1")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_metadata_of_audio_folder_names_files(tmp_path, kind):
+    soundfile.write(tmp_path / "a.wav", make_speech(0), SAMPLING_RATE)
+    lines = {"csv": "file_name,transcription\na.wav,hello\n",
+             "jsonl": '{"file_name": "a.wav", "transcription": "hello"}\n'}  # fmt: skip
+    (tmp_path / f"metadata.{kind}").write_text(lines[kind])
+    split = read_split(str(tmp_path), TASK, Columns(transcript="transcription"), tmp_path)
+    assert [(e.text, e.references) for e in split.examples] == [(str(tmp_path / "a.wav"), ("hello",))]
+
+
+def test_audio_folder_without_metadata_is_refused(tmp_path):
+    soundfile.write(tmp_path / "a.wav", make_speech(0), SAMPLING_RATE)
+    with raises_code("not-a-file"):
+        read_split(str(tmp_path), TASK, Columns(), tmp_path)

@@ -46,7 +46,7 @@ def run_command_line(
         parser.error(f"a text is not valid UTF-8: {wrong!r}")
     model = make()
     try:
-        answers = answer(model, texts)
+        answers = answer(model, texts) if texts else []
     except (FloatingPointError, ValueError) as error:  # a ValueError: a file that is not an image
         parser.exit(1 + isinstance(error, ValueError), f"error: {error}\n")
     sys.stdout.buffer.write("".join(f"{answer_line}\n" for answer_line in answers).encode())

@@ -101,13 +101,18 @@ class SpeechRecognizer:
 
         Raises ValueError if it is no such file, has several channels or is empty.
         """
+        name = "" if isinstance(audio, bytes) else f"{audio}: "
         try:
-            source = io.BytesIO(audio) if isinstance(audio, bytes) else audio
-            values, rate = soundfile.read(source, dtype="float32")
-        except (soundfile.LibsndfileError, OSError) as error:
-            raise ValueError(f"not a readable file of audio: {error}") from None
-        if values.ndim != 1 or not len(values):
-            raise ValueError(f"expected one channel with samples, got {list(values.shape)}; mix the channels")
+            data = audio if isinstance(audio, bytes) else Path(audio).read_bytes()
+            values, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+        except soundfile.LibsndfileError as error:
+            raise ValueError(f"{name}not a readable file of audio: {error.error_string}") from None
+        except OSError as error:
+            raise ValueError(f"{name}this file cannot be read: {error.strerror}") from None
+        if values.ndim != 1:
+            raise ValueError(f"{name}expected one channel, got {values.shape[1]}; mix the channels")
+        if not len(values):
+            raise ValueError(f"{name}the audio is empty")
         if rate == RATE:
             return values
         from scipy.signal import resample_poly

@@ -14,6 +14,7 @@ from smelt.data.conll_rows import CONLL_SUFFIXES
 from smelt.data.dataset_rows import ARROW_SUFFIXES, arrow_files, folder_splits
 from smelt.data.images import ARCHIVE_SUFFIX
 from smelt.data.json_rows import data_suffix
+from smelt.data.media_rows import metadata_file, read_media_rows
 from smelt.data.prompt_rows import row_layout
 from smelt.data.read_rows import read_file_rows
 from smelt.data.splits import Columns, column_options, columns_hint
@@ -190,9 +191,13 @@ def _files_in_folder(folder: Path, task: Task) -> list[Path]:
         if _split_of_path(path, task) or (path.parent != folder and _split_in_name(path.parent.name))
     ]
     if not split_files and len(data) != 1:
+        remedy = (
+            "Rename the files, or pass each with --data."
+            if data
+            else f"Write files of rows such as {task_spec(task).row_example}, or pass them with --data."
+        )
         raise InputError(
-            f"{folder}: no data file named train, validation or test. Rename the files, or pass each with"
-            " --data.",
+            f"{folder}: no data file named train, validation or test. {remedy}",
             code="missing-data",
             file=str(folder),
         )
@@ -219,6 +224,9 @@ def _image_splits_in_folder(folder: Path, task: Task) -> list[Path]:
         for path in sorted(folder.iterdir())
         if _split_of_path(path, task) and (path.is_dir() or _is_readable_for(path, task))
     ]
+    with_file = {_split_of_path(path, task) for path in entries if path.is_file()}
+    # a folder next to a file for the same split has the images of that file
+    entries = [path for path in entries if path.is_file() or _split_of_path(path, task) not in with_file]
     return entries or [folder]
 
 
@@ -295,9 +303,14 @@ def _renamed_columns(path: Path, task: Task, columns: Mapping[str, str]) -> dict
         data_suffix(path) == ".txt" and task_traits(task).samples == "running-text"
     ):
         return {}
-    if task_traits(task).reads_images and (path.is_dir() or path.suffix == ARCHIVE_SUFFIX):
+    if task_traits(task).reads_images and path.suffix == ARCHIVE_SUFFIX:
         return {}
-    row = next((row for _, row in read_file_rows(path)), {})
+    if task_traits(task).reads_images and path.is_dir():
+        if metadata_file(path) is None:
+            return {}
+        row = next((row for _, row in read_media_rows(path, Columns().image)), {})
+    else:
+        row = next((row for _, row in read_file_rows(path)), {})
     if task_traits(task).samples == "prompts" and row_layout(row, Columns(**columns)) is not None:
         return dict(columns)
     return _guess_columns(path, row, task_spec(task), columns)

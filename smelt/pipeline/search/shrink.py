@@ -122,7 +122,7 @@ def parse_max_degradation(text: str) -> tuple[str, float]:
     Raises:
         InputError: it has another form, or names no metric.
     """
-    match = re.fullmatch(r"\s*([A-Za-z0-9_]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
+    match = re.fullmatch(r"\s*([^\s:]+)[ :]+(\d+(?:\.\d+)?)\s*", text)
     if match is None or match[1] not in METRICS:
         raise InputError(
             f'max_degradation: expected a metric and its largest loss, such as "bleu 0.5", got {text!r}.',
@@ -345,7 +345,7 @@ class _Shrink:
 
 def _losses(task: Task) -> dict[str, Any]:
     """Return the losses of `distill` for a student that learns from the teacher alone."""
-    if task_traits(task).output == "embedding":
+    if task_traits(task).embeds:
         return {"losses": {"sentence_embedding": 1.0, "pairwise_similarity": 1.0}}
     temperature = 1.0 if task_traits(task).output == "text" else 2.0
     return {"losses": {"logits": 1.0, "labels": 0.0}, "temperature": temperature}

@@ -231,3 +231,31 @@ def test_columns_with_other_names_are_recognized(tmp_path):
     assert data.columns == {"text": "review", "label": "stars"}
     assert set(data.splits) == {"validation", "test"}
     assert "validation is scored" in data.notes[0]
+
+
+def test_folder_next_to_a_file_of_rows_is_no_split(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        row = {"image": f"{name}/1.png", "caption": "a cat"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    data = inspect_data([tmp_path], "image-text")
+    assert data.splits == {name: tmp_path / f"{name}.jsonl" for name in ("train", "test")}
+    assert data.columns == {"text": "caption"}
+
+
+def test_columns_of_metadata_in_image_folders_are_recognized(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.csv").write_text("file_name,caption\n1.png,a cat\n")
+    data = inspect_data([tmp_path], "image-text")
+    assert data.splits == {name: tmp_path / name for name in ("train", "test")}
+    assert data.columns == {"text": "caption"}
+
+
+def test_metadata_of_audio_folders_are_files_of_rows(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.csv").write_text("file_name,transcription\n1.wav,hello\n")
+    data = inspect_data([tmp_path], "speech-recognition")
+    assert data.splits == {name: tmp_path / name / "metadata.csv" for name in ("train", "test")}
+    assert data.columns == {"audio": "file_name", "transcript": "transcription"}

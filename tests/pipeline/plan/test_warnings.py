@@ -14,6 +14,7 @@ from smelt.data.npz_arrays import SampleArrays
 from smelt.data.splits import Example, Split, split_from_arrays
 from smelt.evaluate.report.markdown import render_markdown
 from smelt.evaluate.report.render import render_html, render_table
+from smelt.pipeline.execute.scores.text import truncated_output_warnings
 from smelt.pipeline.plan.warnings import (
     data_warnings,
     decoding_warnings,
@@ -257,6 +258,12 @@ def test_truncated_outputs_are_counted_for_each_step(report):
         assert message in " ".join(render_markdown(report[2]).replace("\\", "").split())
     text = " ".join(report[1].split())
     assert "warning: 'model', 'prune': " in text
+
+
+@pytest.mark.parametrize(("tokens", "setting"), [(8, "score.generation.max_new_tokens"), (5, None)])
+def test_max_new_tokens_is_named_only_where_it_is_the_limit(tokens, setting):
+    [message] = truncated_output_warnings([(3, tokens)], 10, 8)
+    assert message.setting == setting
 
 
 def test_data_read_only_by_run_warn_in_run(tmp_path, monkeypatch):

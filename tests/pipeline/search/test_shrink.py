@@ -47,6 +47,7 @@ def test_invalid_target_or_max_degradation_is_rejected():
             parse_target(text)
     assert parse_max_degradation("bleu 0.5") == ("bleu", 0.5)
     assert parse_max_degradation("accuracy: 1") == ("accuracy", 1.0)
+    assert parse_max_degradation("text_retrieval_recall@1 2") == ("text_retrieval_recall@1", 2.0)
     for text in ("bleu", "0.5", "blue 1", "bleu -1"):
         with raises_code("wrong-value"):
             parse_max_degradation(text)
@@ -61,6 +62,8 @@ def names(stages):
     ("bert", "text-classification", ["prune", "distill", "quantize", "onnx"]),
     ("llama", "language-modeling", ["prune", "distill", "quantize", "onnx"]),
     ("resnet", "image-classification", ["factorize", "distill", "onnx"]),
+    ("clip", "image-text", ["prune", "distill", "quantize", "onnx"]),
+    ("whisper", "speech-recognition", ["prune", "distill", "quantize", "onnx"]),
 ])  # fmt: skip
 def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected):
     make_model(tmp_path / "m", family)
@@ -70,6 +73,7 @@ def test_space_depends_on_task_samples_and_time(tmp_path, family, task, expected
     assert all(stage.get("optional") == "search" for stage in stages[:-1])
     distill = next(stage["distill"] for stage in stages if "distill" in stage)
     assert distill["max_steps"] == 300
+    assert ("logits" in distill["losses"]) == (task != "image-text")
     without, _ = _space_stages(info, Measured(1000, "x", 500, 0.1), updates=0, minutes=10)
     assert names(without) == [name for name in expected if name != "distill"]
     none, _ = _space_stages(info, Measured(1000, "x", 0, None), updates=0, minutes=10)

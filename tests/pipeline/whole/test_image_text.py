@@ -74,20 +74,20 @@ def test_towers_are_trained_pruned_quantized_and_exported(family, first, tmp_pat
     assert done.stdout.strip() == predicted.strip()
 
 
-def test_exported_graphs_equal_transformers_on_200_pairs(tmp_path):
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_exported_graphs_equal_transformers_on_200_pairs(family, tmp_path):
     test = image_text.write_pairs(tmp_path / "test.jsonl", 200)
-    steps = run_recipe(tmp_path, "clip", ["onnx: {target: ort-cpu}"], test)
+    steps = run_recipe(tmp_path, family, ["onnx: {target: ort-cpu}"], test)
     folder, source = tmp_path / "run" / steps["onnx"]["artifact"], tmp_path / "model"
     rows = [json.loads(line) for line in test.read_text().splitlines()]
-    batch = load_tokenizer(source)([row["text"] for row in rows], padding=True, return_tensors="pt")
+    padding = "max_length" if family == "siglip" else "longest"
+    batch = load_tokenizer(source)([row["text"] for row in rows], padding=padding, return_tensors="pt")
+    mask = {} if family == "siglip" else {"attention_mask": batch["attention_mask"]}
     processor = read_processor(source)
     pixels = np.stack([processor(images.make_image(number)) for number in range(200)])
     model = transformers.AutoModel.from_pretrained(source).eval()
     with torch.no_grad():
-        expected = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-            pixel_values=torch.from_numpy(pixels),
-        )  # fmt: skip
+        expected = model(input_ids=batch["input_ids"], pixel_values=torch.from_numpy(pixels), **mask)
     feeds = {
         "vision_model": {"pixel_values": pixels},
         "text_model": {"input_ids": batch["input_ids"].numpy()},
@@ -98,8 +98,8 @@ def test_exported_graphs_equal_transformers_on_200_pairs(tmp_path):
     ]
     for actual, name in zip(vectors, ("image_embeds", "text_embeds"), strict=True):
         assert np.abs(actual - getattr(expected, name).numpy()).max() < 1e-5
-    scale = json.loads((folder / "config.json").read_text())["smelt_logit_scale"]
-    logits = scale * vectors[0] @ vectors[1].T
+    config = json.loads((folder / "config.json").read_text())
+    logits = config["smelt_logit_scale"] * vectors[0] @ vectors[1].T + config.get("smelt_logit_bias", 0)
     assert np.abs(logits - expected.logits_per_image.numpy()).max() < 1e-3
 
 
@@ -134,7 +134,10 @@ def test_init_recognizes_images_with_texts(tmp_path):
 
 REFUSED = {
     "onnx: {target: ort-cuda}": ("unsupported-task", "stages[0].onnx.target"),
-    "onnx: {target: ort-cpu, batch_size: 1}": ("unsupported-task", "stages[0].onnx.batch_size"),
+    "onnx: {target: ort-cpu, batch_size: 1, sequence_length: 8}": (
+        "unsupported-task",
+        "stages[0].onnx.batch_size",
+    ),
     "prune: {targets: [ffn], budget: {flops: 0.5}}": ("does-not-fit-model", "stages[0].prune.budget"),
     "prune: {targets: [width]}": ("fixed-width", "stages[0].prune.targets"),
     "distill: {losses: {hidden_states: 1.0}}": ("unknown-loss", "stages[0].distill.losses.hidden_states"),

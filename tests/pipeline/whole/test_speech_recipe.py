@@ -6,17 +6,19 @@ import sys
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import transformers
 
 import smelt
 from smelt.core.artifact import read_artifact
+from smelt.generation.backend import AudioBatch
 from smelt.generation.config import GenerationSettings, resolve_generation
 from smelt.generation.search import generate_in_graph, generate_resolved
-from smelt.runtimes.audio import SpeechFeatures, file_windows, window_batches
 from smelt.runtimes.registry import open_runner
 from tests.support.models import speech
 
+SAMPLES = 200
 RECIPE = """
 model: model
 task: speech-recognition
@@ -58,25 +60,28 @@ def test_steps_are_scored_by_error_rates(run):
     assert plain == model
 
 
-@pytest.mark.parametrize("num_beams", [1, 4])
-def test_graph_generates_the_tokens_of_transformers(run, num_beams):
+@pytest.mark.parametrize(("num_beams", "language"), [(1, "en"), (1, "de"), (4, "en")])
+def test_graph_generates_the_tokens_of_transformers(run, num_beams, language):
     folder, _ = run
     model = transformers.WhisperForConditionalGeneration.from_pretrained(folder / "model").eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder / "model")
+    samples = [speech.make_speech(number, 0.2 + number / 250) for number in range(SAMPLES)]
+    features = extractor(samples, sampling_rate=16_000, return_tensors="np")["input_features"]
+    mask = np.ones((SAMPLES, speech.STATES), dtype=np.int64)
+    batch = AudioBatch(np.zeros_like(mask), mask, load=lambda: features)
+    settings = GenerationSettings(num_beams=num_beams, max_new_tokens=20, language=language)
     with open_runner(read_artifact(folder / "run" / "artifacts" / "plain"), 1) as runner:
-        features = SpeechFeatures(runner.config)
-        paths = [str(folder / "test-audio" / f"{number}.wav") for number in range(8)]
-        [(_, batch)] = window_batches(file_windows(paths, features), features, 8)
-        settings = GenerationSettings(num_beams=num_beams, max_new_tokens=20)
         decoding = resolve_generation(settings, runner)
         by_graph = generate_in_graph(runner, batch, decoding)
         by_steps = generate_resolved(runner, batch, decoding)
-        expected = model.generate(
-            torch.from_numpy(batch.input_features), num_beams=num_beams, max_new_tokens=20
-        )
-    ends = {model.config.eos_token_id}
-    rows = [[token for token in row if token not in ends] for row in expected.tolist()]
-    assert [[token for token in row if token not in ends] for row in by_graph] == rows
-    assert [[token for token in row if token not in ends] for row in by_steps] == rows
+    expected = model.generate(
+        torch.from_numpy(features), num_beams=num_beams, max_new_tokens=20, language=language
+    )
+    end = model.config.eos_token_id
+    rows = [[token for token in row if token != end] for row in expected.tolist()]
+    assert len({*map(tuple, rows)}) > SAMPLES // 2
+    assert [[token for token in row if token != end] for row in by_graph] == rows
+    assert [[token for token in row if token != end] for row in by_steps] == rows
 
 
 def test_package_transcribes_as_the_artifact(run, tmp_path):
@@ -93,6 +98,21 @@ def test_package_transcribes_as_the_artifact(run, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path / "package", capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines() == expected
+
+
+def test_package_names_files_that_it_cannot_read(run, tmp_path):
+    folder, _ = run
+    smelt.package(folder / "run" / "artifacts" / "plain", out=tmp_path / "package")
+    soundfile.write(tmp_path / "stereo.wav", np.zeros((100, 2)), 16_000)
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), 16_000)
+    (tmp_path / "text.wav").write_text("hello")
+    command = [sys.executable, tmp_path / "package" / "infer.py"]
+    for name in ("stereo.wav", "empty.wav", "text.wav", "missing.wav"):
+        result = subprocess.run([*command, tmp_path / name], check=False, capture_output=True, text=True)
+        assert result.returncode == 2
+        assert str(tmp_path / name) in result.stderr
+        assert "Traceback" not in result.stderr
+    assert subprocess.run(command, check=True, input="", capture_output=True, text=True).stdout == ""
 
 
 def test_spectrograms_of_package_equal_transformers():

@@ -69,6 +69,9 @@ def write_model(folder: Path, family: str = "clip", **sizes: int) -> Path:
         for tensor in model.parameters():
             if tensor.dim() > 1:
                 tensor.normal_(0, 0.3)
+        model.logit_scale.fill_(1.5)
+        if family == "siglip":
+            model.logit_bias.fill_(-2.0)  # not 0, so that a missing bias changes probabilities
     model.save_pretrained(folder)
     return folder
 

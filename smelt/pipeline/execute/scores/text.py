@@ -88,7 +88,7 @@ def _score_texts(scorer: BaseScorer, runner: Any, split: Split, progress: Progre
         "outputs": count_degenerate(
             predictions, references, sum(count for count, _ in truncations)
         ).model_dump(),
-        "warnings": _truncated_output_warnings(truncations, len(texts)),
+        "warnings": truncated_output_warnings(truncations, len(texts), scorer.generation.max_new_tokens),
     }
     for scored in value["quality"].values():
         scored["signature"] += f"|{resolve_generation(scorer.generation, runner).describe()}"
@@ -167,17 +167,28 @@ def score_given_choices(
     return score_choices(metrics, losses, choices, answers, examples)
 
 
-def _truncated_output_warnings(truncated: Sequence[tuple[int, int]], texts: int) -> list[Message]:
-    """Return a warning about truncated outputs; none below 1 %, which hardly changes a score."""
+def truncated_output_warnings(
+    truncated: Sequence[tuple[int, int]], texts: int, max_new_tokens: int | None
+) -> list[Message]:
+    """Return a warning about truncated outputs; none below 1 %, which hardly changes a score.
+
+    Args:
+        truncated: outputs that did not end, and their length in tokens, of each call.
+        texts: number of all outputs.
+        max_new_tokens: the setting; the model's limit may be lower.
+    """
     cut = sum(count for count, _ in truncated)
     if cut < max(1, TRUNCATED_OUTPUT_SHARE * texts):
         return []
     longest = max(tokens for _, tokens in truncated)
+    remedy, setting = "Increase max_new_tokens.", "score.generation.max_new_tokens"
+    if max_new_tokens is not None and longest < max_new_tokens:
+        remedy, setting = "The model has no positions for more: use shorter samples.", None
     return [
         warning(
             "outputs-not-ended",
             f"{cut:,} of {texts:,} outputs ({100 * cut / texts:.1f} %) did not end within {longest} tokens"
-            " and were truncated. Increase max_new_tokens.",
-            setting="score.generation.max_new_tokens",
+            f" and were truncated. {remedy}",
+            setting=setting,
         )
     ]

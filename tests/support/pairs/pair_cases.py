@@ -32,7 +32,8 @@ def is_applicable(model: TinyModel, technique: Technique) -> bool:
     targets = {*technique.settings.get("targets", ()), *masks.get("targets", ())}
     if model.task in ("sentence-similarity", image_text.TASK) and "width" in targets:
         return False  # its vectors are what the width is of, or its towers have two widths
-    return not stage.check_model(settings, {"model_type": model.kind})[0]
+    config = {"model_type": model.kind, **every_family.CONFIGS.get(model.kind, {})}
+    return not stage.check_model(settings, config)[0]
 
 
 def can_follow(first: Technique, second: Technique) -> bool:

@@ -93,6 +93,8 @@ class Histogram:
         self._signed = method == "entropy" or not symmetric
         largest = extremes.largest
         lowest = extremes.least if method == "percentile" else np.float32(0)
+        # magnitudes that are almost equal have fewer float32 numbers between them than bins
+        lowest = lowest if largest - lowest > 2 * bins * np.spacing(largest) else np.float32(0)
         lowest = -largest if self._signed else lowest
         self._range = cast("Any", (lowest, largest))  # float32, so that the edges are too
         self.counts: BinCounts = np.zeros(bins, dtype=np.int64)

@@ -34,7 +34,8 @@ def exportable_patches(model: nn.Module) -> Iterator[None]:
 
 def _embed_patches(module: Any, pixel_values: Tensor, **unused: Any) -> Tensor:
     """Return the class token and the patches with their positions, [B, 1 + N, D]."""
-    positions = module.position_embeddings
-    table = positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1))
-    embeddings: Tensor = F.pad(module.patch_embeddings(pixel_values), (0, 0, 1, 0)) + table
+    patches = F.pad(module.patch_embeddings(pixel_values), (0, 0, 1, 0))
+    # DINOv2 interpolates those of another image size
+    positions = module.interpolate_pos_encoding(patches, *pixel_values.shape[2:])
+    embeddings: Tensor = patches + (positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1)))
     return embeddings

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smelt.core.errors import InputError
+from smelt.core.errors import combined_error
 from smelt.core.files import json_hash
 from smelt.data.label_thresholds import predicted_labels
 from smelt.data.labels import (
@@ -36,7 +36,7 @@ from smelt.evaluate.metrics.metric import (
     NumberSamples,
     Samples,
 )
-from smelt.evaluate.metrics.ranking import RankedSamples
+from smelt.evaluate.metrics.ranking import RankedSamples, several_outputs_error
 from smelt.evaluate.metrics.registry import EMBEDDING_METRICS, base_metric, metrics_of
 from smelt.evaluate.quality import MetricScore, check_inputs, score_labels, score_metrics
 from smelt.generation.backend import check_finite_outputs
@@ -275,11 +275,7 @@ def _score_ranking(
     relevance: Sequence[float]
     if problem == REGRESSION:
         if len(names) > 1:
-            raise InputError(
-                f"{', '.join(metrics)}: passages are ordered by one number, but the model has {len(names)}"
-                " outputs. Remove the metric.",
-                code="does-not-fit-labels",
-            )
+            raise combined_error([several_outputs_error(", ".join(metrics), len(names))])
         values = logits[:, 0]
         relevance = [value for (value,) in regression_targets(split.examples, names, split.origin)]
     else:

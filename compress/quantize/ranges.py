@@ -49,6 +49,7 @@ _NUM_FRACTIONS = 128  # candidates of mse, from an eighth of the observed range 
 _SMOOTHING = 1e-4
 
 _INFINITE = np.float32(np.inf)
+_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 
 BinCounts = NDArray[np.int64]
 FloatArray = NDArray[np.floating[Any]]
@@ -91,8 +92,11 @@ class Histogram:
     ) -> None:
         self.method, self.extremes, self.symmetric, self._bins = method, extremes, symmetric, bins
         self._signed = method == "entropy" or not symmetric
-        largest = extremes.largest
+        # bins of subnormal width have no edges where these are flushed to zero
+        largest = max(extremes.largest, 2 * bins * _SMALLEST_NORMAL) if extremes.largest else np.float32(0)
         lowest = extremes.least if method == "percentile" else np.float32(0)
+        # magnitudes that are almost equal have fewer float32 numbers between them than bins
+        lowest = lowest if largest - lowest > 2 * bins * np.spacing(largest) else np.float32(0)
         lowest = -largest if self._signed else lowest
         self._range = cast("Any", (lowest, largest))  # float32, so that the edges are too
         self.counts: BinCounts = np.zeros(bins, dtype=np.int64)

@@ -43,9 +43,12 @@ class LabelSetMetric(Metric[LabelSetSamples]):
     average: Literal["micro", "macro"]
 
     def example_rows(self, samples: LabelSetSamples, settings: Mapping[str, Any]) -> ExampleRows:
-        """Return the predicted and the gold labels of each example."""
+        """Return the predicted and the gold labels of each example.
+
+        The signature is that of all steps, which may have other `label_thresholds` in their configs.
+        """
         library = f"version:scikit-learn {version('scikit-learn')}"
-        signature = f"average:{self.average}|threshold:0.5|empty:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
+        signature = f"average:{self.average}|threshold:model|empty:0|{BOOTSTRAP_SIGNATURE}|formula:{library}"
         return ExampleRows(np.concatenate([samples.predicted, samples.gold], axis=1).tolist(), signature)
 
     def value(self, rows: Array, weights: Array) -> Array:

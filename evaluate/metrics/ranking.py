@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import Field
 
 from smelt.core.errors import InputError
+from smelt.core.messages import Message, error_message
 from smelt.data.labels import REGRESSION, SINGLE_LABEL
 from smelt.data.splits import Split
 from smelt.evaluate.metrics.metric import BOOTSTRAP_SIGNATURE, Array, ExampleRows, Metric, Samples
@@ -154,6 +155,15 @@ def rankings_by_query(samples: RankedSamples) -> list[Ranking]:
         [by_score[score] for score in sorted(by_score, reverse=True)] for by_score in by_query.values()
     ]
     return [ranking for ranking in rankings if any(value > 0 for tied in ranking for value in tied)]
+
+
+def several_outputs_error(metric: str, num_outputs: int) -> Message:
+    """Return the error that passages cannot be ordered by a model of several numbers."""
+    text = (
+        f"{metric}: passages are ordered by one number, but the model has {num_outputs} outputs."
+        " Remove the metric."
+    )
+    return error_message("does-not-fit-labels", text)
 
 
 _CLASSIFIERS = (SINGLE_LABEL, REGRESSION)

@@ -47,6 +47,7 @@ from smelt.export.graphs.attention import (
 )
 from smelt.export.graphs.decoder_only import decoder_only_graph
 from smelt.export.graphs.patches import exportable_patches
+from smelt.export.graphs.pooling import exportable_pooling
 from smelt.export.graphs.single_trace import single_trace, skip_unused_metadata
 from smelt.export.graphs.two_towers import two_tower_graphs
 from smelt.export.lower_opset import OLDEST_TORCH_OPSET, elementwise_layer_norms, lower_opset
@@ -345,7 +346,11 @@ class SinglePassImageModel(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return logits."""
-        with exportable_attention(self.attentions, self.scope), exportable_patches(self.model):
+        with (
+            exportable_attention(self.attentions, self.scope),
+            exportable_patches(self.model),
+            exportable_pooling(self.model),
+        ):
             logits: Tensor = self.model(pixel_values).logits.float()
         return logits
 

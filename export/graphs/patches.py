@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,13 +36,13 @@ def exportable_patches(model: nn.Module) -> Iterator[None]:
 def _embed_patches(module: Any, pixel_values: Tensor, **unused: Any) -> Tensor:
     """Return the class token and the patches with their positions, [B, 1 + N, D].
 
-    Positions of another image size (DINOv2) are interpolated by transformers' code.
+    DINOv2 interpolates positions of another image size, by transformers' code; ViT does on request only.
     """
     patches, positions = (
         F.pad(module.patch_embeddings(pixel_values), (0, 0, 1, 0)),
         module.position_embeddings,
     )
-    if positions.shape[1] != patches.shape[1]:
+    if "interpolate_pos_encoding" not in signature(type(module).forward).parameters:
         positions = module.interpolate_pos_encoding(patches, *pixel_values.shape[-2:])
-    embeddings: Tensor = patches + positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1))
+    embeddings: Tensor = patches + (positions + F.pad(module.cls_token, (0, 0, 0, positions.shape[1] - 1)))
     return embeddings

@@ -13,7 +13,7 @@ from smelt.api.scored_run import generation_with, scored_generation
 from smelt.core.artifact import Artifact, read_artifact
 from smelt.core.errors import InputError, combined_error
 from smelt.core.store import Store
-from smelt.data.labels import problem_type
+from smelt.data.labels import class_names, problem_type
 from smelt.data.split_division import limit_split
 from smelt.data.splits import Split, column_options
 from smelt.data.tasks import task_traits
@@ -268,8 +268,9 @@ def _classifier_metrics(artifact: Artifact, metrics: Sequence[str]) -> tuple[str
     """
     from smelt.pipeline.inspect.model_folder import read_config
 
-    problem = problem_type(read_config(artifact.path)[0])
-    errors = metric_errors(metrics, problem)
+    config = read_config(artifact.path)[0]
+    problem = problem_type(config)
+    errors = metric_errors(metrics, problem, len(class_names(config)))
     if errors:
         raise combined_error(error.with_prefix(f"--metric {metrics[index]}: ") for index, error in errors)
     return tuple(metrics) or DEFAULTS_BY_PROBLEM[problem]

@@ -77,7 +77,8 @@ def predicted_labels(logits: NDArray[np.float32], config: Mapping[str, Any]) -> 
 def best_f1_threshold(probabilities: NDArray[np.float64], gold: NDArray[np.bool_]) -> float:
     """Return the threshold with the highest F1, in the middle between two neighboring probabilities.
 
-    Of equally good ones the nearest to 0.5; 0.5 if no label is true.
+    Of equally good ones the nearest to 0.5; 0.5 if no label is true. It is above 0, so that probabilities
+    that are rounded to 0 are never predicted.
 
     Args:
         probabilities: float [n].
@@ -88,11 +89,14 @@ def best_f1_threshold(probabilities: NDArray[np.float64], gold: NDArray[np.bool_
     if not gold.any():
         return DEFAULT_THRESHOLD
     # rounded, as processors add in different orders
-    descending = -np.unique(-probabilities.round(6))
-    num_predicted = (probabilities.round(6)[None, :] >= descending[:, None]).sum(axis=1)
-    hits = (probabilities[gold].round(6)[None, :] >= descending[:, None]).sum(axis=1)
+    rounded = probabilities.round(6)
+    ascending = np.unique(rounded[rounded > 0])
+    if not len(ascending):
+        return DEFAULT_THRESHOLD
+    num_predicted = len(rounded) - np.searchsorted(np.sort(rounded), ascending)
+    hits = gold.sum() - np.searchsorted(np.sort(rounded[gold]), ascending)
     f1 = (2 * hits / (num_predicted + gold.sum())).round(9)
-    candidates = (descending + np.append(descending[1:], 0.0)) / 2
+    candidates = (ascending + np.insert(ascending[:-1], 0, 0.0)) / 2
     best = candidates[f1 == f1.max()]
     return float(best[np.abs(best - DEFAULT_THRESHOLD).argmin()])
 

@@ -65,7 +65,7 @@ def set_label_thresholds(
             setting="data.validation",
         )
     setattr(model.config, CONFIG_KEY, dict(thresholds))
-    ctx.details[CONFIG_KEY] = {name: round(threshold, 4) for name, threshold in thresholds.items()}
+    ctx.details[CONFIG_KEY] = {name: round(threshold, 6) for name, threshold in thresholds.items()}
 
 
 def _logits(

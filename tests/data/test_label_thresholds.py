@@ -55,6 +55,21 @@ def test_label_without_true_samples_keeps_one_half():
     assert best_f1_threshold(np.array([0.2, 0.3, 0.8]), np.array([False, True, True])) == 0.25
 
 
+def test_thresholds_are_above_zero():
+    """A threshold of 0 could not be read again; the label's probability is rounded to 0 on all samples."""
+    assert best_f1_threshold(np.array([1e-9, 2e-9]), np.array([False, True])) == 0.5
+    assert best_f1_threshold(np.array([1e-9, 2e-9, 0.4]), np.array([True, True, True])) == 0.2
+
+
+def test_shared_threshold_of_many_labels_needs_little_memory():
+    """Each of 400,000 probabilities is a candidate, and a table of all pairs would have 10^11 cells."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(20_000, 20)).astype(np.float32)
+    gold = logits > 0.5
+    [threshold] = set(choose_thresholds(logits, gold, [str(i) for i in range(20)], is_shared=True).values())
+    assert threshold == pytest.approx(expit(0.5), abs=1e-4)
+
+
 def test_scores_predictions_and_packages_use_thresholds():
     logits, gold = logits_and_gold(5)
     config = CONFIG | {"label_thresholds": {"calm": 0.2, "glad": 0.7}}

@@ -1,4 +1,6 @@
-"""DINOv2, a vision transformer with LayerScale. Source: transformers' modeling_dinov2.py.
+"""DINOv2, a vision transformer with LayerScale.
+
+Source: transformers' modeling_dinov2.py; names in checkpoints: conversion_mapping.py.
 
 Its head reads the first token next to the mean of the patches. Positions are interpolated to the size of the
 images of the processor, whatever size the model was trained with.
@@ -25,6 +27,12 @@ FAMILY = Family(
     learning_rate=PublishedLearningRate(2e-5, 768),  # as ViT; the published recipe trains a head alone
     input_kind="images",
     position_encoding=PositionEncoding(None),
+    renamed_tensors=(
+        (r"attention\.attention\.query", "attention.q_proj"),
+        (r"attention\.attention\.key", "attention.k_proj"),
+        (r"attention\.attention\.value", "attention.v_proj"),
+        (r"attention\.output\.dense", "attention.o_proj"),
+    ),
     other_head_tensors=(r"dinov2\.embeddings\.mask_token",),
     unsupported_config=unsupported_config,
 )

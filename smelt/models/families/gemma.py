@@ -1,7 +1,7 @@
 """Gemma: Llama's blocks; its norms multiply by 1 + weight, its embedding is scaled inside its module.
 
-Source: transformers' modeling_gemma.py. Gemma 2 and 3 cap their scores and outputs and have norms after each
-part; they are other families.
+Source: transformers' modeling_gemma.py. Gemma 2 and 3 have norms after each part, and Gemma 2 caps its scores
+and outputs; they are other families.
 """
 
 from __future__ import annotations

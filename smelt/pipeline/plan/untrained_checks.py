@@ -254,9 +254,9 @@ def _check_metrics(
 ) -> Iterator[Finding]:
     """Check the metrics of a problem type, and set its default ones."""
     recipe = context.recipe
-    for index, label_error in metric_errors(recipe.score.quality, problem):
-        yield ("score", "quality", index), label_error
     names = class_names(config) if has_classifier(config, recipe.task) else new_class_names(splits, problem)
+    for index, label_error in metric_errors(recipe.score.quality, problem, len(names)):
+        yield ("score", "quality", index), label_error
     for index, label_error in metric_class_errors(recipe.score.quality, recipe.metric_settings, names):
         yield ("score", "quality", index), label_error
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]
@@ -337,8 +337,8 @@ def resolve_labels(
         if errors:
             raise combined_error(errors)
         return (problem, new_names), recipe.score.quality
-    quality = metric_errors(recipe.score.quality, problem)
     names = class_names(config) if has_classifier(config, recipe.task) else new_names
+    quality = metric_errors(recipe.score.quality, problem, len(names))
     quality += metric_class_errors(recipe.score.quality, recipe.metric_settings, names)
     errors += [error.with_prefix("score.quality: ") for _, error in quality]
     metrics = recipe.score.quality or DEFAULTS_BY_PROBLEM[problem]

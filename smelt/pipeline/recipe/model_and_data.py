@@ -31,11 +31,13 @@ from smelt.data.read_rows import RowDraw
 from smelt.data.splits import Columns, Example, Split, SplitName, Windows
 from smelt.data.tasks import Task
 from smelt.evaluate.metrics.metric import MetricSettingValues
+from smelt.evaluate.metrics.ranking import RankedSamples, several_outputs_error
 from smelt.evaluate.metrics.registry import (
     CLASSIFIER_METRICS,
     METRICS_BY_PROBLEM,
     base_metric,
     is_custom_metric,
+    metrics_of,
 )
 from smelt.models.text_rules import Pooling
 from smelt.stage import Settings
@@ -323,14 +325,24 @@ def label_errors(
     return errors
 
 
-def metric_errors(metrics: Sequence[str], problem: ProblemType) -> list[tuple[int, Message]]:
-    """Return (index, error) for the metrics that do not fit the problem type."""
+def metric_errors(
+    metrics: Sequence[str], problem: ProblemType, num_outputs: int = 1
+) -> list[tuple[int, Message]]:
+    """Return (index, error) for the metrics that do not fit the problem type, or a regression's outputs."""
     supported = METRICS_BY_PROBLEM[problem]
-    return [
+    errors = [
         (index, unfit_metric(metric, problem))
         for index, metric in enumerate(metrics)
         if base_metric(metric) not in supported and not is_custom_metric(metric)
     ]
+    if problem == REGRESSION and num_outputs > 1:
+        ranking_metrics = metrics_of(RankedSamples)
+        errors += [
+            (index, several_outputs_error(metric, num_outputs))
+            for index, metric in enumerate(metrics)
+            if base_metric(metric) in ranking_metrics
+        ]
+    return errors
 
 
 def metric_class_errors(

@@ -92,3 +92,31 @@ def test_scale_and_zero_point_equal_onnxruntime_quantizer(name):
 def test_all_zero_values_have_zero_range():
     for method in ("percentile", "entropy", "mse"):
         assert smelts(np.zeros((4, 5)), method) == (0, 0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_range_of_tiny_values_has_edges_where_subnormals_are_flushed(symmetric):
+    inputs = torch.tensor([[-2.2e-36, 2.4e-36]])
+    extremes = Extremes()
+    extremes.update(inputs)
+    torch.set_flush_denormal(True)
+    try:
+        histogram = Histogram("percentile", extremes, symmetric)
+        histogram.update(inputs)
+    finally:
+        torch.set_flush_denormal(False)
+    assert histogram.counts.sum() == 2
+    assert histogram.activation_range(99.9).high == pytest.approx(2.4e-36, rel=0.02)
+
+
+@pytest.mark.parametrize("values", [[0.01, np.nextafter(np.float32(0.01), np.float32(1))], [3.0, 3.0]])
+@pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_range_of_almost_equal_values_reaches_largest(values, method, symmetric):
+    """Between them are fewer float32 numbers than bins."""
+    inputs = torch.tensor([values], dtype=torch.float32)
+    extremes = Extremes()
+    extremes.update(inputs)
+    histogram = Histogram(method, extremes, symmetric)
+    histogram.update(inputs)
+    assert histogram.activation_range(100.0).high == pytest.approx(float(inputs.max()), rel=1e-3)

@@ -262,6 +262,8 @@ def test_new_classifier_requires_two_labels(tmp_path):
     (["0"], {"problem_type": "regression"}, "", "label-count", "data.test", ("data.jsonl:1: ", "3 ")),
     (["[0.5, 1, 2]", "[0.5, 1]"], {"problem_type": "regression"}, "", "label-count", "data.test",
      ("data.jsonl:2: ", "[0.5, 1]")),
+    (["[0.5, 1, 2]"], {"problem_type": "regression"}, "quality: [mse, ndcg]", "does-not-fit-labels",
+     "score.quality[1]", ("ndcg", "3 ")),
 ])  # fmt: skip
 def test_labels_and_metrics_that_do_not_match_are_rejected_by_plan(
     tmp_path, labels, config, score, code, setting, named

@@ -181,7 +181,8 @@ def truncated_output_warnings(
     if cut < max(1, TRUNCATED_OUTPUT_SHARE * texts):
         return []
     longest = max(tokens for _, tokens in truncated)
-    remedy, setting = "Increase max_new_tokens.", "score.generation.max_new_tokens"
+    remedy = "Increase max_new_tokens."
+    setting: str | None = "score.generation.max_new_tokens"
     if max_new_tokens is not None and longest < max_new_tokens:
         remedy, setting = "The model has no positions for more: use shorter samples.", None
     return [

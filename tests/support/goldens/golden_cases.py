@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.quantization.schemes.registry import DEFAULT_SCHEME, SCHEMES, unsupported_reason
-from tests.support.models import causal, images, seq2seq, tiny
+from tests.support.models import causal, every_family, images, seq2seq, tiny
 from tests.support.schemes import small_settings
 
 TRAINING: dict[str, Any] = {
@@ -28,6 +28,7 @@ MAKERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "language-modeling"),
     "qwen2": (lambda folder: causal.write_model(folder, "qwen2"), "language-modeling"),
     "short qwen2": (partial(causal.write_model, family="qwen2", num_hidden_layers=1), "language-modeling"),
+    "mixtral": (partial(every_family.write_model, family="mixtral"), "language-modeling"),
     "resnet": (lambda folder: images.write_model(folder, "resnet"), images.TASK),
 }  # fmt: skip
 

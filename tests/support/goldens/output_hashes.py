@@ -19,7 +19,7 @@ from tests.support.models import tiny
 CASES_OF_STAGES = {
     "finetune": "finetune bert", "distill": "distill bert, half of its layers",
     "trim-vocabulary": "vocabulary marian", "drop-layers": "depth marian, by the loss",
-    "prune": "prune bert, within a budget", "sparsify": "sparsify bert",
+    "drop-experts": "experts mixtral", "prune": "prune bert, within a budget", "sparsify": "sparsify bert",
     "factorize": "factorize bert, plain, by energy", "share-weights": "share bert",
     "rotate": "rotate gpt2", "shortlist": "shortlist marian", "quantize": "quantize gpt2, mixed precision",
     "onnx": "onnx bert, int8 of one scale", "simplify": "simplify graph",

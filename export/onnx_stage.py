@@ -32,7 +32,7 @@ from smelt.export.settings import (
     unsupported_model,
     unsupported_sizes,
     unsupported_task,
-    windows_beyond_caches,
+    windows_beyond_shape,
 )
 from smelt.generation.backend import FeedBatch
 from smelt.models.families.registry import QUANTIZED_CONVOLUTIONS_KEY
@@ -307,8 +307,10 @@ class Onnx(Stage[OnnxSettings]):
             error_message("unsupported-task", reason, setting=name)
             for name, reason in unsupported_sizes(settings, task).items()
         ]
-        if beyond := windows_beyond_caches(settings, data):
-            errors.append(error_message("window-too-long", beyond, setting="cache_length"))
+        errors += [
+            error_message("window-too-long", reason, setting=name)
+            for name, reason in windows_beyond_shape(settings, data).items()
+        ]
         if (reason_of_capture := unsupported_cuda_graph(settings, task)) is not None:
             errors.append(error_message("no-fixed-shapes", reason_of_capture, setting="cuda_graph"))
         for name, supported in _EXPORTED_FORMS.get(task_traits(task).modality, {}).items():
@@ -513,18 +515,18 @@ def require_room_for_text(length: int | None, folder: Path) -> None:
 
 
 def require_room_for_windows(settings: OnnxSettings, folder: Path, data: Mapping[str, Split]) -> None:
-    """Require that windows of running text fit into caches of a fixed length.
+    """Require that windows of running text fit into inputs and caches of a fixed length.
 
     Raises:
         InputError: `window-too-long`.
     """
-    if settings.cache_length is None:
+    if not any(split.windows for split in data.values()):
         return
     from smelt.models.checkpoint import load_tokenizer
 
     limit = max_input_length(load_tokenizer(folder), read_json_object(folder / "config.json"))
-    if beyond := windows_beyond_caches(settings, data, limit):
-        raise InputError(f"onnx: cache_length {beyond}", code="window-too-long", setting="cache_length")
+    for name, reason in windows_beyond_shape(settings, data, limit).items():
+        raise InputError(f"onnx: {name} {reason}", code="window-too-long", setting=name)
 
 
 def _fix_parent_shape(parent: Any, settings: OnnxSettings) -> FixedShape:

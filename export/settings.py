@@ -413,25 +413,24 @@ def unsupported_sizes(settings: OnnxSettings, task: str) -> dict[str, str]:
     return {}
 
 
-def windows_beyond_caches(
+def windows_beyond_shape(
     settings: OnnxSettings, data: Mapping[str, Split], limit: int | None = None
-) -> str | None:
-    """Return why windows of `data` do not fit into caches of a fixed length, or None.
+) -> dict[str, str]:
+    """Return by setting why windows of `data` do not fit into inputs or caches of a fixed length.
 
     limit: of the model's tokens; None: not known yet, so that only windows with a set length are checked.
     """
-    if settings.cache_length is None:
-        return None
+    fixed = {"cache_length": settings.cache_length, "sequence_length": settings.sequence_length}
     windows = [split.windows for split in data.values() if split.windows is not None]
     lengths = [item.length for item in windows if item.length is not None]
     lengths += [window_length(None, limit) for item in windows if item.length is None and limit is not None]
     longest = max(lengths, default=0)
-    if longest <= settings.cache_length:
-        return None
-    return (
-        f"{settings.cache_length} has no room for windows of {longest} tokens. Set cache_length:"
-        f" {longest}, or data: {{windows: {{length: {settings.cache_length}}}}}."
-    )
+    return {
+        name: f"{length} has no room for windows of {longest} tokens. Set {name}: {longest}, or data:"
+        f" {{windows: {{length: {length}}}}}."
+        for name, length in fixed.items()
+        if length is not None and longest > length
+    }
 
 
 def unsupported_attention(task: str) -> str | None:

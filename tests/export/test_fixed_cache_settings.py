@@ -9,7 +9,9 @@ from smelt.core.errors import InputError
 from smelt.data.splits import Example, Split, Windows
 from smelt.export.onnx_stage import Onnx, require_room_for_windows, required_opset
 from smelt.export.settings import OnnxSettings
-from tests.support.models import causal
+from smelt.pipeline.plan.load_plan import load_plan
+from tests.support.expected_errors import message_locations, raises_code
+from tests.support.models import causal, masked
 
 pytestmark = pytest.mark.quick
 FIXED = OnnxSettings(target="ort-cuda", cache_length=32)
@@ -70,3 +72,28 @@ def test_cache_length_raises_opset_unless_opset_is_for_older_runtimes():
     with pytest.raises(InputError) as caught:
         required_opset(OnnxSettings(target="tensorrt", cache_length=32, opset=17), model)
     assert caught.value.code == "opset-too-low"
+
+
+def test_windows_beyond_a_fixed_input_are_refused(tmp_path):
+    rows, settings = (Example("a text"),), OnnxSettings(batch_size=1, sequence_length=16)
+    longer = {"test": Split("made", rows, windows=Windows(length=17))}
+    equal = {"test": Split("made", rows, windows=Windows(length=16))}
+    [problem] = Onnx.check_rows(settings, "masked-language-modeling", longer)
+    assert (problem.code, problem.setting) == ("window-too-long", "sequence_length")
+    assert Onnx.check_rows(settings, "masked-language-modeling", equal) == []
+    folder = masked.write_model(tmp_path / "m")  # of more positions
+    with raises_code("window-too-long", InputError):
+        require_room_for_windows(settings, folder, {"test": Split("made", rows, windows=Windows())})
+    require_room_for_windows(settings, folder, equal)
+    masked.write_lines(tmp_path / "lines.txt", 20)
+    recipe = tmp_path / "recipe.yaml"
+    text = "model: m\ntask: masked-language-modeling\ndata: {test: lines.txt%s}\nstages:\n"
+    text += "  - onnx: {batch_size: 1, sequence_length: 16}\n"
+    recipe.write_text(text % "")
+    with raises_code("window-too-long", InputError) as caught:
+        load_plan(recipe)
+    assert message_locations(caught.value.messages) == [
+        ("window-too-long", "stages[0].onnx.sequence_length", 5)
+    ]
+    recipe.write_text(text % ", windows: {length: 16}")
+    assert load_plan(recipe).steps

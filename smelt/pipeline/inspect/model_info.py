@@ -204,7 +204,7 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
         tasks=tasks,
         parameters=count,
         dtype=dtype,
-        max_tokens=_max_tokens(folder, config, chosen_task),
+        max_tokens=max_tokens(folder, config, chosen_task),
         needs_classifier=task_traits(chosen_task).classifies and not has_classifier(config, chosen_task),
         config=config,
         languages=_tokenizer_languages(folder) if folder is not None else (None, None),
@@ -212,7 +212,7 @@ def inspect_model(model: str, task: Task | None = None, base: Path | None = None
     )
 
 
-def _max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
+def max_tokens(folder: Path | None, config: Mapping[str, Any], task: Task) -> int | None:
     """Return the maximum input length that the model and its tokenizer, or an embedder's files, allow."""
     limits = [position_limit(config)]
     if folder is not None and task_traits(task).output == "embedding":

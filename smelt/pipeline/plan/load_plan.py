@@ -24,7 +24,7 @@ from smelt.core.messages import Message, error_message, info
 from smelt.models.families.limits import no_blocks_reason
 from smelt.models.families.registry import FAMILIES_BY_TASK, QUANTIZED_CONVOLUTIONS_KEY
 from smelt.models.model_size import read_model_size
-from smelt.models.text_rules import position_limit
+from smelt.models.text_rules import position_limit, window_length
 from smelt.models.weight_files import has_weights
 from smelt.pipeline.inspect.find_model import adapter_note, local_model_folder
 from smelt.pipeline.inspect.model_folder import (
@@ -32,7 +32,7 @@ from smelt.pipeline.inspect.model_folder import (
     read_config,
     read_config_file,
 )
-from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx
+from smelt.pipeline.inspect.model_info import QuantizedModelInfo, inspect_quantization, is_onnx, max_tokens
 from smelt.pipeline.plan.check_context import Check, CheckContext, skip_if_invalid
 from smelt.pipeline.plan.module_model import read_user_module
 from smelt.pipeline.plan.onnx_models import (
@@ -266,6 +266,22 @@ def check_window_length(context: CheckContext) -> Iterator[Finding]:
         yield ("data", "windows", "length"), error_message("window-too-long", text)
 
 
+@skip_if_invalid("task")
+def check_default_windows(context: CheckContext) -> Iterator[Finding]:
+    """Check that windows of the default length, which follows from the model, fit the settings of stages."""
+    data, config = context.recipe.data, start_config(context)
+    if context.recipe.traits.samples != "running-text" or data.windows.length is not None or not config:
+        return
+    limit = max_tokens(context.model_folder, config, context.recipe.task)
+    if limit is None:
+        return
+    windows = data.windows.model_copy(update={"length": window_length(None, limit)})
+    splits = {name: replace(split, windows=windows) for name, split in context.splits.items()}
+    for step in context.steps:
+        errors = step.stage_class.check_rows(step.settings, context.recipe.task, splits)
+        yield from context.setting_findings(step, [e for e in errors if e.code == "window-too-long"])
+
+
 # Checks that fill the context, each from what those before it have read.
 READERS: tuple[Check, ...] = (
     read_steps,
@@ -296,6 +312,7 @@ CHECKS: tuple[Check, ...] = (
     check_float_weights,
     check_graph_settings,
     check_window_length,
+    check_default_windows,
     check_metrics,
     check_prompts,
     check_device,

@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from sklearn.metrics import f1_score
+from sklearn.metrics import f1_score, precision_recall_curve
 
+import smelt
 from smelt.data.labels import MULTI_LABEL
 from tests.support import harness
 from tests.support.expected_errors import command_error
@@ -66,6 +67,28 @@ def test_package_predicts_and_report_scores_with_thresholds(folder):
         assert label == tuple(np.array(classifiers.CLASS_NAMES)[is_predicted])
     score = json.loads((folder / "run/report.json").read_text())["steps"][-1]["quality"]["f1_micro"]
     assert score["value"] == pytest.approx(100 * f1_score(gold, expected, average="micro", zero_division=0))
+
+
+def test_distill_chooses_thresholds_on_validation_alone(tmp_path):
+    """The highest micro F1 on validation, as scikit-learn's curve has it; test samples have other labels."""
+    recipe = RECIPE.replace("finetune: {", "distill: {").replace("per-label", "shared")
+    folder = home(tmp_path, recipe.replace("test: data.jsonl", "test: test.jsonl"))
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"label": classifiers.CLASS_NAMES}) for row in rows]
+    (folder / "test.jsonl").write_text("\n".join(lines))
+    result = harness.smelt("run", folder / "recipe.yaml", "--out", folder / "run", "--quiet")
+    assert result.exit_code == 0, result.output
+    with smelt.load(folder / "run" / "artifacts" / "distill") as model:
+        predictions = model.predict([row["text"] for row in rows])
+    probabilities = np.array(
+        [[p.probabilities[name] for name in classifiers.CLASS_NAMES] for p in predictions]
+    )
+    gold = np.array([[name in row["label"] for name in classifiers.CLASS_NAMES] for row in rows])
+    config = json.loads((folder / "run" / "artifacts" / "distill" / "config.json").read_text())
+    [threshold] = set(config["label_thresholds"].values())
+    precision, recall, _ = precision_recall_curve(gold.ravel(), probabilities.ravel())
+    best = np.max(2 * precision * recall / np.maximum(precision + recall, 1e-12))
+    assert f1_score(gold, probabilities > threshold, average="micro") == pytest.approx(best)
 
 
 @pytest.mark.parametrize(("value", "config", "code"), [

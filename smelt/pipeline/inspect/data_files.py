@@ -191,11 +191,12 @@ def _files_in_folder(folder: Path, task: Task) -> list[Path]:
         if _split_of_path(path, task) or (path.parent != folder and _split_in_name(path.parent.name))
     ]
     if not split_files and len(data) != 1:
-        remedy = (
-            "Rename the files, or pass each with --data."
-            if data
-            else f"Write files of rows such as {task_spec(task).row_example}, or pass them with --data."
-        )
+        if data:
+            remedy = "Rename the files, or pass each with --data."
+        elif task_traits(task).modality == "arrays":
+            remedy = f"Write files of arrays ({ARCHIVE_SUFFIX}), or pass them with --data."
+        else:
+            remedy = f"Write files of rows such as {task_spec(task).row_example}, or pass them with --data."
         raise InputError(
             f"{folder}: no data file named train, validation or test. {remedy}",
             code="missing-data",

@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
 RECIPE = """
 model: m
 task: {task}
-data: {{test: {data}, validation: {data}}}
+data: {{test: {data}, validation: {data}{windows}}}
 stages:
   - onnx: {{{settings}}}
 score: {{latency: {latency}}}
@@ -45,8 +45,9 @@ def run_folder(kind: str, more: str = "") -> Path:
         write(home / "m")
         data = write_data(home / ("data.txt" if kind == "masked" else "data.jsonl"))
         latency = LATENCY if kind == "classifier" else "false"
+        windows = f", windows: {{length: {LENGTH}}}" if kind == "masked" else ""
         values = {"task": task, "data": data.name, "settings": settings, "latency": latency}
-        (home / "recipe.yaml").write_text(RECIPE.format(**values))
+        (home / "recipe.yaml").write_text(RECIPE.format(**values, windows=windows))
         smelt.run(home / "recipe.yaml", out=home / "run", quiet=True)
 
     key = "".join(letter if letter.isalnum() else "-" for letter in settings)

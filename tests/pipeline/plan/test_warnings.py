@@ -261,7 +261,7 @@ def test_truncated_outputs_are_counted_for_each_step(report):
 
 
 @pytest.mark.parametrize(("tokens", "setting"), [(8, "score.generation.max_new_tokens"), (5, None)])
-def test_max_new_tokens_is_named_only_where_it_is_the_limit(tokens, setting):
+def test_warning_names_max_new_tokens_if_it_limits_outputs(tokens, setting):
     [message] = truncated_output_warnings([(3, tokens)], 10, 8)
     assert message.setting == setting
 
